@@ -142,7 +142,7 @@ def usual(default: Config, spec: Specialization, sizes: Sizes, device: Device) -
 
     Where the next family that applies has a faster default at these sizes, that one's.
     """
-    row = family(default.family)
+    row, sizes = family(default.family), sizes.in_blocks()
     if row.slower_at(spec, sizes, device):
         rows = applicable(spec, device)
         others = rows[rows.index(row) + 1 :]
@@ -158,7 +158,7 @@ def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
 
 def balanced(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these."""
-    return family(config.family).balanced(spec, config, sizes, device)
+    return family(config.family).balanced(spec, config, sizes.in_blocks(), device)
 
 
 def beside(config: Config, spec: Specialization, device: Device) -> tuple[Config, ...]:

@@ -12,6 +12,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
 from flashgen.core.features import table
 from flashgen.core.features.promises import DETERMINISTIC
+from flashgen.core.nearest import SHORT, in_blocks
 from flashgen.core.workload import Specialization, Workload
 
 
@@ -94,6 +95,17 @@ class Sizes(NamedTuple):
         """Those of a workload; a step of decoding has the keys that it reads."""
         w = workload
         return cls(batch=w.batch, nheads=w.nheads, nheads_k=w.nheads_k, seqlen_q=w.seqlen_q, seqlen_k=w.keys_reached)
+
+    def in_blocks(self) -> Sizes:
+        """The sizes that a config is chosen by where nobody measured these: lengths as `core.nearest.in_blocks` says.
+
+        Those of packed sequences are of classes already.
+        """
+        batch, nheads, nheads_k, rows, keys, sequences, *_ = self  # written out: every call of a new length asks
+        if sequences or (rows <= SHORT and keys <= SHORT):
+            return self
+        of_rows = in_blocks(rows)
+        return Sizes(batch, nheads, nheads_k, of_rows, of_rows if keys == rows else in_blocks(keys))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,10 @@ GROUPS_WEIGHT = 1 / 4
 PAGES_WEIGHT = 1 / 2
 """Pages twice as large have half as many ids to read; from whole tiles on nothing else differs."""
 
+BLOCK, SHORT = 64, 512
+"""Lengths above SHORT count in whole blocks of so many rows: tiles are multiples or parts of one there, so that all
+lengths with as many blocks are as much work and get the same config, which is chosen once."""
+
 Position = tuple[float, float, float, float, float]
 """Coordinates of a workload, in factors of two: sizes that are twice as large are one step away."""
 
@@ -24,6 +28,7 @@ Position = tuple[float, float, float, float, float]
 def position(workload: Workload) -> Position:
     """Where a workload lies among those of its class: lengths, heads times batch, group size, width of the window.
 
+    Lengths are those `in_blocks`.
     Of a step of decoding: query rows of a key head, keys that they see, and sequences times key heads. Packed sequences
     lie where the dense workload does that has as many rows.
     """
@@ -33,7 +38,12 @@ def position(workload: Workload) -> Position:
         return packed_position(w.total_q, w.seqlen_q, w.seqlen_k, w.nheads, group, _visible_keys(w))
     if w.is_decode:
         return decode_position(w.seqlen_q * (w.nheads // w.nheads_k), w.keys_reached, w.batch * w.nheads_k)
-    return position_of(w.seqlen_q, w.seqlen_k, w.batch * w.nheads, group, _visible_keys(w))
+    return position_of(in_blocks(w.seqlen_q), in_blocks(w.seqlen_k), w.batch * w.nheads, group, _visible_keys(w))
+
+
+def in_blocks(length: int) -> int:
+    """The length that stands for all that have as many blocks of rows: the longest one."""
+    return length if length <= SHORT else -(-length // BLOCK) * BLOCK
 
 
 def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_keys: int = 0) -> Position:

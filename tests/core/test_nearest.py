@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.core.nearest import distance, position
+from flashgen.core.nearest import distance, in_blocks, position
 from flashgen.core.workload import Workload
 
 
@@ -28,6 +28,12 @@ def far(one: str, other: str) -> float:
 )
 def test_each_size_counts_by_its_ratio_and_weight(other: str, expected: float) -> None:
     assert far("b2-h8-hk4-sq512-sk1024-d64", other) == pytest.approx(expected)
+
+
+def test_long_lengths_count_in_blocks() -> None:
+    assert [in_blocks(n) for n in (0, 1, 511, 512, 513, 576, 577, 2**31 - 1)] == [0, 1, 511, 512, 576, 576, 640, 2**31]
+    assert far("b1-h1-s1025-d64", "b1-h1-s1088-d64") == 0 < far("b1-h1-s1024-d64", "b1-h1-s1025-d64")
+    assert far("b1-h1-s511-d64", "b1-h1-s512-d64") > 0
 
 
 def test_nothing_at_all_is_as_far_as_one() -> None:

@@ -80,8 +80,8 @@ def test_what_no_record_has_or_cannot_serve_leaves_the_nearest_record(served: Ca
     assert served(shape(2048), replace(RULE, tree=None)).config == USUAL
 
 
-def test_a_record_of_the_user_that_is_nearer_is_not_overruled(ladder: Ladder, served: Callable[..., Served]) -> None:
-    ladder.user(measured(shape(2064), config=OWN))
+def test_a_record_of_the_user_that_is_as_near_is_not_overruled(ladder: Ladder, served: Callable[..., Served]) -> None:
+    ladder.user(measured(shape(2048 - 1), config=OWN))
     assert served(shape(2048)).config == OWN
     assert served(shape(1100)).config == SHORT, "one that is farther away is"
 

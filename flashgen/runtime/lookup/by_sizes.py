@@ -1,9 +1,9 @@
 """`SizesLookup`: the ladder for workloads of one specialization that differ in sizes alone.
 
-Every new length of a process asks it, so what sizes do not change is found once: which records can serve, where they
-lie, and beside which of them torch's attention was faster. It answers what `flashgen.runtime.lookup.ladder` and
-`flashgen.runtime.lookup.handover` would, or nothing where they have to be asked: for the workload of a record, and for
-a call that goes to torch's attention.
+Every new length of a process asks it, so what sizes do not change is found once: which records can serve, and where
+they lie. So is what serves lengths of as many blocks of rows, of which only handing a call over looks at the very
+sizes. It answers what `flashgen.runtime.lookup.ladder` and `flashgen.runtime.lookup.handover` would, or nothing where
+they have to be asked: for the workload of a record, and for a call that goes to torch's attention.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
@@ -22,9 +23,12 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import SHIPPED
 from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import faster_baseline, sdpa_backend
-from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served, nearer_elsewhere
+from flashgen.runtime.lookup.ladder import DEFAULT, NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served, nearer_elsewhere
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 from flashgen.runtime.lookup.rules import answers, leaves
+
+MOST_CHOICES = 4096
+"""Of one specialization that are kept: more are of sizes that do not come again."""
 
 
 class SizesLookup:
@@ -56,8 +60,7 @@ class SizesLookup:
         self._rule = choices.rule if choices.rule is not None and choices.here else None
         named = {leaf.config for leaf in leaves(self._rule.tree if self._rule else None)}
         self._named = {config: NearestRecords(choices.with_config(config)) for config in named}
-        # by candidate: a look-up of it costs less than its workload's hash
-        self._faster_beside: dict[int, bool] = {}
+        self._chosen: dict[Sizes, _Choice] = {}
 
     def config(
         self, sizes: Sizes, *, generated_only: bool, with_lse: bool = False, has_own_offset: bool = False
@@ -70,26 +73,37 @@ class SizesLookup:
             with_lse: whether the call asks for the LSE, or trains.
             has_own_offset: whether it has a query offset, which no decode family takes.
         """
-        found = self._found(sizes, generated_only=generated_only, may_decode=not has_own_offset)
-        return exact_sibling(found, self._spec) if with_lse and found is not None else found
-
-    def _found(self, sizes: Sizes, *, generated_only: bool, may_decode: bool) -> Config | None:
-        if may_decode and sizes.seqlen_q <= MAX_SEQLEN_Q:  # with more there is only a reason to be put into words
+        if not has_own_offset and sizes.seqlen_q <= MAX_SEQLEN_Q:  # with more there is only a reason in words
             decoding = served_by_decoding(self._spec, sizes, sizes.seqlen_k, self._device, self._records)
             if not isinstance(decoding, str):
-                return decoding.config
+                return self._served(decoding.config, with_lse)
         if sizes in self._exact:
             return None
+        near = sizes.in_blocks()
+        choice = self._chosen.get(near)
+        if choice is None:
+            if len(self._chosen) >= MOST_CHOICES:
+                self._chosen.clear()
+            choice = self._chosen[near] = self._choose(near)
+        if choice.rival is not None and not generated_only and self._hands_over(choice, choice.rival, sizes):
+            return None
+        return self._served(choice.config, with_lse)
+
+    def _served(self, config: Config, with_lse: bool) -> Config:
+        return exact_sibling(config, self._spec) if with_lse else config
+
+    def _choose(self, sizes: Sizes) -> _Choice:
+        """What serves sizes in whole blocks where no record is of the very sizes."""
         heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k
         here = position_of(sizes.seqlen_q, sizes.seqlen_k, heads, group)
         for rung, records in self._rungs:
             nearest = records.first(here, sizes)
             if nearest is not None:
                 place, found = self._preferred(nearest, here, sizes) if records is self._own else (rung, nearest)
-                if not generated_only and self._hands_over(found, place, sizes):
-                    return None
-                return balanced(found.config, self._spec, sizes, self._device)
-        return usual(self._default, self._spec, sizes, self._device)
+                config = balanced(found.config, self._spec, sizes, self._device)
+                is_beaten = faster_baseline(found.record, is_exact=False) is not None
+                return _Choice(config, place, found if is_beaten else None)
+        return _Choice(usual(self._default, self._spec, sizes, self._device), DEFAULT, None)
 
     def _preferred(self, nearest: Candidate, here: Position, sizes: Sizes) -> tuple[int, Candidate]:
         """What serves in place of the nearest record of this device, as on the ladder, and the rung of that."""
@@ -105,14 +119,9 @@ class SizesLookup:
             return nearest
         return self._named[leaf.config].first(here, sizes) or nearest
 
-    def _hands_over(self, candidate: Candidate, rung: int, sizes: Sizes) -> bool:
-        """Whether a call goes to torch's attention, which sizes decide only where that was faster beside the record."""
-        record, found = candidate.record, self._faster_beside.get(id(candidate))
-        if found is None:
-            found = self._faster_beside[id(candidate)] = faster_baseline(record, is_exact=False) is not None
-        if not found:
-            return False
-        served = Served(config=record.config, rung=rung, record=record, layer=candidate.layer)
+    def _hands_over(self, choice: _Choice, rival: Candidate, sizes: Sizes) -> bool:
+        """Whether a call of these very sizes goes to torch's attention."""
+        served = Served(config=rival.record.config, rung=choice.rung, record=rival.record, layer=rival.layer)
         workload = replace(
             self._workload,
             batch=sizes.batch,
@@ -124,12 +133,20 @@ class SizesLookup:
         return sdpa_backend(workload, self._spec, served) is not None
 
 
+class _Choice(NamedTuple):
+    """The config of sizes in whole blocks, the rung that it is of, and its record if torch's attention was faster."""
+
+    config: Config
+    rung: int
+    rival: Candidate | None
+
+
 class NearestRecords:
     """The records of a rung that can serve, in the order of their first coordinate, so that a search looks at few."""
 
     def __init__(self, candidates: tuple[Candidate, ...]) -> None:
         """Leave out the records whose configs cannot serve."""
-        able = ((one.position, one.key, one) for one in candidates if one.reason is None)
+        able = ((one.position, one.order, one) for one in candidates if one.reason is None)
         self._ordered = sorted(able, key=lambda one: one[0][0])  # records of one workload stay in their order
         self._first = [position[0] for position, *_ in self._ordered]
 
@@ -140,7 +157,7 @@ class NearestRecords:
         found = self._ordered[self._nearest(here)][2]
         if poor_at_sizes(found.config, sizes) is None:
             return found
-        ranked = sorted((distance(here, at), key, number) for number, (at, key, _) in enumerate(self._ordered))
+        ranked = sorted((distance(here, at), order, number) for number, (at, order, _) in enumerate(self._ordered))
         others = (self._ordered[number][2] for _, _, number in ranked)
         return next((one for one in others if poor_at_sizes(one.config, sizes) is None), None)
 
@@ -150,12 +167,12 @@ class NearestRecords:
         middle, least, found = bisect_left(self._first, a), float("inf"), 0
         for numbers in (range(middle, len(ordered)), range(middle - 1, -1, -1)):
             for number in numbers:
-                (v, w, x, y, _), key, _ = ordered[number]
+                (v, w, x, y, _), order, _ = ordered[number]
                 along = abs(a - v)
                 if along > least:
                     break
                 # `distance` without a call, and without a window, which no workload here has
                 steps = along + abs(b - w) + abs(c - x) + abs(d - y)
-                if steps < least or (steps == least and (key, number) < (ordered[found][1], found)):
+                if steps < least or (steps == least and (order, number) < (ordered[found][1], found)):
                     least, found = steps, number
         return found

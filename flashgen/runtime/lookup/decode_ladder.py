@@ -133,7 +133,7 @@ def _first_able(candidates: list[Candidate], spec: Specialization, sizes: Sizes,
 def _near(candidates: tuple[Candidate, ...], at: Position) -> list[Candidate]:
     """Those within `NEAR`, the nearest first; of one place those for any lengths."""
     ranked = [
-        (distance(at, one.position), one.record.workload.lengths != ANY, one.key, number)
+        (distance(at, one.position), one.record.workload.lengths != ANY, one.order, number)
         for number, one in enumerate(candidates)
     ]
     return [candidates[number] for far, _, _, number in sorted(ranked) if far <= NEAR]

@@ -75,7 +75,7 @@ class Explanation:
         rule = self.served.rule
         if leaf is None or rule is None:
             return ""
-        return f"by the rule of its class, for {rule.words(answers(Sizes.of(self.workload)))}"
+        return f"by the rule of its class, for {rule.words(answers(Sizes.of(self.workload).in_blocks()))}"
 
     @property
     def expected(self) -> Expected | None:
@@ -89,7 +89,7 @@ class Explanation:
     def _leaf(self) -> Leaf | None:
         """That of the rule, if its config serves."""
         rule, record = self.served.rule, self.served.record
-        leaf = None if rule is None else rule.leaf(answers(Sizes.of(self.workload)))
+        leaf = None if rule is None else rule.leaf(answers(Sizes.of(self.workload).in_blocks()))
         return leaf if leaf is not None and record is not None and record.config == leaf.config else None
 
     @property

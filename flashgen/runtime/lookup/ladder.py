@@ -25,9 +25,10 @@ fit the sizes of the call: that packs heads of a group into a tile where there a
 save most of the work. Where they serve, the tile is another one than the record's if that fills the SMs better
 (`flashgen.codegen.family.KernelFamily.balanced`).
 A call that asks for the LSE, or trains, is served by the exact sibling of a config whose LSE is not exact.
-"Nearest" is what `flashgen.core.nearest` says. A call with a user's score functions is served from the records of its
-class without them, none of which is exact: from those of the template that serves such calls without any record, with
-the default where its family says so (`flashgen.codegen.family.KernelFamily.default_for_functions`).
+"Nearest" is what `flashgen.core.nearest` says; rungs 5 to 8 see the lengths of a call in whole blocks, as that does.
+A call with a user's score functions is served from the records of its class without them, none of which is exact: from
+those of the template that serves such calls without any record, with the default where its family says so
+(`flashgen.codegen.family.KernelFamily.default_for_functions`).
 
 `flashgen.runtime.lookup.handover` says which calls then go to torch's own attention.
 """
@@ -132,7 +133,7 @@ def _walked(
             raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
         return Served(config=config, rung=1)
     choices = records.choices(spec, device)
-    sizes = Sizes.of(workload)
+    sizes = Sizes.of(workload).in_blocks()
     skipped: list[str] = []
     for rung, candidates, none in _rungs(workload, choices, sizes):
         why_none = none
@@ -220,7 +221,7 @@ def _here(workload: Workload, choices: Choices) -> Iterator[Candidate]:
 
     A rule was made from what ships, so that it does not come before a record of the user that is nearer.
     """
-    sizes = Sizes.of(workload)
+    sizes = Sizes.of(workload).in_blocks()
     leaf = None if choices.rule is None else choices.rule.leaf(answers(sizes))
     if leaf is not None:
         nearest = _first_able(workload, choices.here, sizes)
@@ -233,7 +234,7 @@ def _nearest(workload: Workload, candidates: tuple[Candidate, ...]) -> Iterator[
     """The candidates, the nearest first; usually that one serves, so the others wait until they are asked for."""
     # of one workload's records, the one of an earlier layer stays first
     here = position(workload)
-    ranked = [(distance(here, one.position), one.key, number) for number, one in enumerate(candidates)]
+    ranked = [(distance(here, one.position), one.order, number) for number, one in enumerate(candidates)]
     heapq.heapify(ranked)
     while ranked:
         yield candidates[heapq.heappop(ranked)[2]]

@@ -223,7 +223,7 @@ def _with_plainer(own: Ranked, plainer: Ranked) -> list[Candidate]:
 def _ranked(candidates: tuple[Candidate, ...], sizes: PackedSizes, spec: Specialization) -> Ranked:
     """The nearest first; of one place those for any lengths, and then those of an earlier layer."""
     ranked = [
-        (_steps(one, sizes, spec), one.record.workload.lengths != ANY, one.key, number)
+        (_steps(one, sizes, spec), one.record.workload.lengths != ANY, one.order, number)
         for number, one in enumerate(candidates)
     ]
     return [(steps, candidates[number]) for steps, *_, number in sorted(ranked)]

@@ -12,7 +12,7 @@ from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
-from flashgen.db.layers import Found, Layers
+from flashgen.db.layers import PACKAGED, SHIPPED, Found, Layers
 from flashgen.runtime.lookup.rules import Rule, shipped_rules
 
 
@@ -20,7 +20,8 @@ from flashgen.runtime.lookup.rules import Rule, shipped_rules
 class Candidate:
     """One record of a class, with what every look-up asks of it.
 
-    `config` is the record's, or what stands for it where the call has pages or functions and the record has none.
+    `config` is the record's, or what stands for it where the call has pages or functions and the record has none. Of
+    records that are as far, the first in `order` serves: those of the user come before those that ship.
     """
 
     record: TuningRecord
@@ -28,7 +29,7 @@ class Candidate:
     config: Config
     reason: str | None  # why that cannot serve here
     position: Position
-    key: str
+    order: tuple[bool, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
         config=config,
         reason=reason,
         position=position(record.workload),
-        key=record.workload.key,
+        order=(layer.startswith((PACKAGED, SHIPPED)), record.workload.key),
     )
 
 
