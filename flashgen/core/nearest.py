@@ -17,9 +17,10 @@ GROUPS_WEIGHT = 1 / 4
 PAGES_WEIGHT = 1 / 2
 """Pages twice as large have half as many ids to read; from whole tiles on nothing else differs."""
 
-BLOCK, SHORT = 64, 512
-"""Lengths above SHORT count in whole blocks of so many rows: tiles are multiples or parts of one there, so that all
-lengths with as many blocks are as much work and get the same config, which is chosen once."""
+SHORT, BLOCK = 64, 16
+LONG, LONG_BLOCK = 512, 64
+"""Lengths above SHORT count in whole blocks of BLOCK rows, above LONG in those of LONG_BLOCK. Tiles are multiples of
+a block, or parts: all lengths with as many blocks are as much work and get the same config, which is chosen once."""
 
 Position = tuple[float, float, float, float, float]
 """Coordinates of a workload, in factors of two: sizes that are twice as large are one step away."""
@@ -43,6 +44,8 @@ def position(workload: Workload) -> Position:
 
 def in_blocks(length: int) -> int:
     """The length that stands for all that have as many blocks of rows: the longest one."""
+    if length > LONG:
+        return -(-length // LONG_BLOCK) * LONG_BLOCK
     return length if length <= SHORT else -(-length // BLOCK) * BLOCK
 
 

@@ -30,10 +30,17 @@ def test_each_size_counts_by_its_ratio_and_weight(other: str, expected: float) -
     assert far("b2-h8-hk4-sq512-sk1024-d64", other) == pytest.approx(expected)
 
 
-def test_long_lengths_count_in_blocks() -> None:
-    assert [in_blocks(n) for n in (0, 1, 511, 512, 513, 576, 577, 2**31 - 1)] == [0, 1, 511, 512, 576, 576, 640, 2**31]
-    assert far("b1-h1-s1025-d64", "b1-h1-s1088-d64") == 0 < far("b1-h1-s1024-d64", "b1-h1-s1025-d64")
-    assert far("b1-h1-s511-d64", "b1-h1-s512-d64") > 0
+@pytest.mark.parametrize(
+    ("length", "counted"),
+    [(0, 0), (1, 1), (63, 63), (64, 64), (65, 80), (80, 80), (512, 512), (513, 576), (577, 640), (2**31 - 1, 2**31)],
+)
+def test_lengths_count_in_blocks(length: int, counted: int) -> None:
+    assert in_blocks(length) == counted
+
+
+def test_as_many_blocks_are_no_distance() -> None:
+    assert far("b1-h1-s1025-d64", "b1-h1-s1088-d64") == far("b1-h1-s65-d64", "b1-h1-s80-d64") == 0
+    assert far("b1-h1-s1024-d64", "b1-h1-s1025-d64") > 0 < far("b1-h1-s63-d64", "b1-h1-s64-d64")
 
 
 def test_nothing_at_all_is_as_far_as_one() -> None:
