@@ -1,0 +1,103 @@
+"""What a warm-up makes ready: whatever the ladder can return, for the lengths and the calls that it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.core.config import Config
+from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
+from flashgen.core.workload import Specialization, Workload
+from flashgen.launch import decode_passes
+from flashgen.runtime.ops import helpers, serve
+from tests.db.samples import H100, RTX_4090
+from tests.fakes.gpu import FakeGpu
+from tests.runtime.ladders import CAUSAL, Ladder, config, default, measured, predicted
+
+KEY = "b4-h32-hk8-s4096-d128-causal"
+PACKED = [default().replace(packed_heads=heads, masked_blocks="branch") for heads in (2, 4)]
+"""What the default becomes where queries are short."""
+
+FULL = "b1-h2-s64-d64"
+
+
+def with_shares(*configs: Config) -> set[Config]:
+    """And those with CTAs that share the keys of a tile, which serve where there are few tiles."""
+    return {config.replace(split_keys=shared) for config in configs for shared in (False, True)}
+
+
+def test_a_warm_up_makes_ready_whatever_the_ladder_can_return(gpu: FakeGpu, ladder: Ladder) -> None:
+    short, long = CAUSAL.with_shape(seqlen_q=256, seqlen_k=256), CAUSAL.with_shape(seqlen_k=60_000)
+    ladder.user(measured(config=config(32)), measured(short, config=config(1)), predicted(long, config=config(0)))
+    ladder.user(measured(replace(CAUSAL, head_dim=64, head_dim_v=64)), measured(device=RTX_4090, config=config(1)))
+    ladder.ship(measured(short, H100, config=config(0, "pointer")))
+    # 128 tiles or more without packed heads leave no SM to share their keys
+    expected = {default(), config(32), config(1), config(0), config(0, "pointer")} | with_shares(*PACKED)
+    assert flashgen.warmup([KEY]) == len(expected)
+    assert {chosen for _, chosen in gpu.compiled} == {chosen for _, chosen in gpu.loaded} == expected
+    assert {spec for spec, _ in gpu.compiled} == {CAUSAL.specialization}
+    for shape in (CAUSAL, short, long, CAUSAL.with_shape(seqlen_k=1), CAUSAL.with_shape(seqlen_q=60)):
+        assert ladder.resolve(shape).config in expected
+
+
+def test_a_warm_up_for_lengths_takes_what_serves_them(gpu: FakeGpu, ladder: Ladder) -> None:
+    short = CAUSAL.with_shape(seqlen_q=256, seqlen_k=256)
+    ladder.user(measured(config=config(32)), measured(short, config=config(1)), predicted(config=config(0)))
+    assert flashgen.warmup([KEY], seqlens=[256, 300, 8192]) == 2
+    assert {chosen for _, chosen in gpu.compiled} == {config(32), config(1)}
+    assert flashgen.warmup([CAUSAL], seqlens=[]) == 1
+    assert flashgen.warmup([]) == 0
+    assert len(gpu.compiled) == 2, "what is compiled stays"
+
+
+def test_warmup_compiles_helpers_where_they_are_asked_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[str] = []
+    monkeypatch.setattr(helpers, "warm", lambda helper, index: warmed.append(helper.id))
+    count = flashgen.warmup([KEY])
+    assert warmed == []
+    assert flashgen.warmup([KEY], training=True, helpers=True) > count
+    assert sorted(set(warmed)) == ["append_kv", "merge_states"]
+    assert len(warmed) == 9
+    warmed.clear()
+    monkeypatch.setattr(decode_passes, "endless", lambda index: None)
+    flashgen.warmup(["dec-b2-h4-hk2-sk64-d128"], helpers=True)
+    assert len(warmed) == 9, "steps of decoding need them first of all"
+
+
+def test_a_warm_up_can_include_offset_tensors(gpu: FakeGpu) -> None:
+    assert flashgen.warmup([KEY, FULL], offset_tensor=True) == 2 * (1 + len(with_shares(*PACKED))) + 2
+    keys = sorted({spec.key for spec, _ in gpu.compiled})
+    assert keys == ["fwd-bf16-d128-causal", "fwd-bf16-d128-causal-offset", "fwd-bf16-d64"]
+
+
+def test_a_warm_up_leaves_out_records_that_cannot_serve(gpu: FakeGpu, ladder: Ladder) -> None:
+    too_large = config().replace(block_n=256, num_stages=5)
+    ladder.user(measured(config=too_large))
+    assert flashgen.warmup([KEY]) == 5
+    assert {chosen for _, chosen in gpu.compiled} == {default()} | with_shares(*PACKED)
+
+
+def test_a_warm_up_of_what_nobody_supports_is_an_error(gpu: FakeGpu) -> None:
+    with pytest.raises(UnsupportedError, match=r"head_dim is 16 to \d+, not 1024"):
+        flashgen.warmup(["b1-h1-s64-d1024"])
+    with pytest.raises(WorkloadError, match="lacks"):
+        flashgen.warmup(["b1-h1-d64"])
+    assert gpu.compiled == []
+
+
+def test_a_warm_up_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    serve.device_at.cache_clear()
+    with pytest.raises(DeviceError, match="needs a GPU that torch can use"):
+        flashgen.warmup([KEY])
+
+
+def test_configs_of_a_warm_up_are_values(gpu: FakeGpu) -> None:
+    flashgen.warmup([FULL, FULL, Workload.parse(FULL)])
+    assert len(gpu.compiled) == 2
+    for spec, chosen in gpu.compiled:
+        assert isinstance(spec, Specialization)
+        assert isinstance(chosen, Config)
