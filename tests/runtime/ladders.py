@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashgen.codegen.families import default_config, fitted, validate
+from flashgen.codegen.families import FAMILIES, default_config, fitted, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -21,7 +21,13 @@ from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H200, MEASURED, PREDICTED
 
 CAUSAL = Workload.parse("b4-h32-hk8-s4096-d128-causal")
+NEAR, FAR = CAUSAL.with_shape(seqlen_k=4608, seqlen_q=4608), CAUSAL.with_shape(seqlen_q=128, seqlen_k=128)
+UNALIGNED = replace(CAUSAL.specialization, aligned16=False)
+PLAIN_GRADIENT = replace(CAUSAL, direction="backward", batch=1, nheads_k=CAUSAL.nheads)
+SAME_BITS = replace(PLAIN_GRADIENT, deterministic=True)
 TILES = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 0, "heavy_first": False}
+SHIPPED = "shipped/some_device"
+"""The layer that `Ladder.ship` fills."""
 
 
 def config(order: int = 8, loads: str = "descriptor") -> Config:
@@ -90,3 +96,14 @@ class Ladder:
 def default(workload: Workload = CAUSAL, device: Device = H200) -> Config:
     spec = workload.specialization
     return fitted(default_config(spec, device), spec, Sizes.of(workload), device)
+
+
+def of_hopper(workload: Workload, **changes: int | str) -> TuningRecord:
+    return measured(workload, config=default().replace(masked_blocks="branch", **changes))
+
+
+def tuned(workload: Workload, family_id: str, order: int, device: Device = H200) -> TuningRecord:
+    """A record of a family's default with another order of programs."""
+    row = next(row for row in FAMILIES if row.id == family_id)
+    chosen = row.default(workload.specialization, device).replace(heads_per_group=order)
+    return measured(workload, device, config=validate(chosen))

@@ -22,8 +22,18 @@ from flashgen.runtime.lookup.handover import FasterBackend, faster_backend, sdpa
 from flashgen.runtime.ops import runs
 from tests.db.samples import H100, H200, hard, timed
 from tests.fakes.gpu import FakeGpu, tensor
-from tests.runtime.ladders import CAUSAL, Ladder, config, faster, measured, predicted
-from tests.runtime.test_dispatch import PLAIN_GRADIENT, SAME_BITS, of_hopper, tuned
+from tests.runtime.ladders import (
+    CAUSAL,
+    PLAIN_GRADIENT,
+    SAME_BITS,
+    Ladder,
+    config,
+    faster,
+    measured,
+    of_hopper,
+    predicted,
+    tuned,
+)
 
 FP32 = Workload.parse("fp32-b1-h16-s4096-d128-causal")
 TWICE_THE_BATCH, TWICE_AS_LONG = FP32.with_shape(batch=2), FP32.with_shape(seqlen_q=8192, seqlen_k=8192)
