@@ -90,3 +90,9 @@ def compiled_quickly() -> Iterator[None]:
 def versions_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The software here is that of the records in tests, whatever is installed: nothing is out of date by chance."""
     monkeypatch.setattr(nvml, "versions", lambda: MEASURED.versions)
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Nothing that torch has compiled in other tests, which counts towards its limits."""
+    torch._dynamo.reset()

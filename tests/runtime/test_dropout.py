@@ -20,14 +20,9 @@ from flashgen.runtime.warmup import variants
 from tests.fakes.gpu import EmulatedGpu
 from tests.runtime.ladders import Ladder, config, faster, measured
 
-pytestmark = pytest.mark.usefixtures("emulated")
+pytestmark = pytest.mark.usefixtures("emulated", "fresh_compiler")
 
 STATE = torch.tensor([2**62 + 5, -17])
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
 
 
 def qkv(seed: int = 0) -> list[torch.Tensor]:

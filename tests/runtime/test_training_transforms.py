@@ -1,0 +1,105 @@
+"""Gradients under torch's transforms of functions: vmap and grad in either order, and no tangents."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import flashgen
+from flashgen.core.errors import UnsupportedError
+from tests.runtime.training import SQ, B, D, H, qkv
+
+pytestmark = pytest.mark.usefixtures("emulated", "fresh_compiler")
+
+
+def test_transforms_of_functions() -> None:
+    q, k, v = (x.detach() for x in qkv())
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashgen.attention(q, k, v, causal=True).square().sum()
+
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    for one, other in zip(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    (second,) = torch.func.vjp(lambda q: torch.func.grad(loss)(q, k, v), q)[1:]
+    with pytest.raises(UnsupportedError, match="first derivatives only"):
+        second(q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where forward-mode derivatives begin
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            torch.func.jvp(loss, (q, k, v), (q, k, v))
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            torch.func.hessian(loss)(q, k, v)
+
+
+def attends(x: torch.Tensor) -> Any:
+    return flashgen.attention(x, x, x)
+
+
+def attends_in_a_window(x: torch.Tensor) -> Any:
+    return flashgen.attention(x, x, x, window=(1, 0))
+
+
+def attends_with_a_bias(x: torch.Tensor) -> Any:
+    plain = torch.ones(B, H, SQ, SQ)
+    return flashgen.attention(plain, plain, plain, bias=x)
+
+
+def attends_packed(x: torch.Tensor) -> Any:
+    return flashgen.attention_varlen(x[0], x[0], x[0], torch.tensor([0, 2], dtype=torch.int32), max_seqlen_q=2)
+
+
+def merges(x: torch.Tensor) -> Any:
+    return flashgen.merge_states([x, x], [torch.ones(B, H, SQ)] * 2)
+
+
+CALLS = (attends, attends_in_a_window, attends_with_a_bias, attends_packed, merges)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where forward-mode derivatives begin
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("autograd", [True, False])
+def test_forward_mode_derivatives_are_refused(call: Callable[[torch.Tensor], Any], autograd: bool) -> None:
+    """Kernels know no tangents: without a word, every derivative would be 0."""
+    x = torch.ones(B, H, SQ, SQ)
+    with torch.set_grad_enabled(autograd):
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            torch.func.jvp(call, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            call(forward_ad.make_dual(x, x))
+
+
+def test_dual_numbers_beside_a_call_do_not_matter() -> None:
+    x = torch.ones(B, H, SQ, D)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        torch.testing.assert_close(attends(x), attends(forward_ad.unpack_dual(dual).primal))
+
+
+def test_vmap_under_and_over_gradients() -> None:
+    stacks = [torch.stack([x.detach(), 2 * x.detach()]) for x in qkv()]
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashgen.attention(q, k, v, sinks=torch.zeros(H)).square().sum()
+
+    def mapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(loss)(q, k, v).sum()
+
+    leaves = [x.clone().requires_grad_() for x in stacks]
+    expected = torch.autograd.grad(sum(loss(*(x[i] for x in leaves)) for i in range(2)), leaves)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vmap calls an op without a rule of its own in a loop
+        found = [
+            torch.func.grad(mapped, argnums=(0, 1, 2))(*stacks),
+            torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*stacks),
+            torch.autograd.grad(mapped(*leaves), leaves),
+        ]
+    for gradients in found:
+        for one, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
