@@ -12,7 +12,7 @@ from flashgen import flash_attn
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.dropout import keep_scale
 from flashgen.flash_attn.flash_attn_interface import _get_block_size_n
-from tests.integrations.test_flash_attn import HK, KEYS, QUERIES, D, H, Tensor, assert_same, ends, randn
+from tests.integrations.flash_attn_calls import HK, KEYS, QUERIES, D, H, Tensor, assert_same, ends, randn
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 

@@ -13,7 +13,7 @@ import flashgen
 from flashgen.core.errors import WorkloadError
 from flashgen.core.settings import settings
 from flashgen.flash_attn_interface import flash_attn_with_kvcache
-from tests.integrations.test_flash_attn import DV, HK, D, H, Tensor, assert_same, ends, plain, randn
+from tests.integrations.flash_attn_calls import DV, HK, D, H, Tensor, assert_same, ends, plain, randn
 from tests.interpreter.test_append_kv import rotated
 from tests.tiers import first
 

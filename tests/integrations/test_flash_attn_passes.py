@@ -18,8 +18,8 @@ from flashgen.flash_attn.flash_attn_interface import (
     _flash_attn_varlen_forward,
 )
 from flashgen.flash_attn.layers import rotary
+from tests.integrations.flash_attn_calls import DV, HK, SK, SQ, WIDE, B, D, H, Tensor, assert_same, ends, randn
 from tests.integrations.ops_on_cpu import ops_on_cpu
-from tests.integrations.test_flash_attn import DV, HK, SK, SQ, WIDE, B, D, H, Tensor, assert_same, ends, randn
 from tests.interpreter.test_append_kv import rotated
 
 SCALE = 0.3

@@ -1,0 +1,102 @@
+"""What FlashAttention's functions refuse, and the words they do it with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen import flash_attn, flash_attn_interface
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.flash_attn.layers import rotary
+from tests.integrations.flash_attn_calls import HK, SQ, B, D, H, assert_same, ends, randn
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+
+@pytest.mark.parametrize("heads", [H + HK + 1, H, H - 1])
+def test_heads_of_packed_tensors_that_do_not_divide_are_refused(heads: int) -> None:
+    qkv, turn = randn(B, SQ, heads, D), randn(SQ, D // 2)
+    with pytest.raises(WorkloadError, match=rf"2 \* nheads_k, head_dim\), got \(2, 5, {heads}, 16\) and num_heads_q 4"):
+        flash_attn_interface.flash_attn_qkvpacked_func(qkv, num_heads_q=H)
+    with pytest.raises(WorkloadError, match="num_heads_q 4"):
+        rotary.apply_rotary_emb_qkv_(qkv, turn, turn, num_heads_q=H)
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+def test_a_length_for_all_sequences_is_a_length(queries: int) -> None:
+    q, cache = randn(B, queries, H, D), randn(B, 32, HK, D)
+    for wrong, words in ((3.5, "must be a whole number, got 3.5"), (-1, "must be at least 0, got -1")):
+        with pytest.raises(WorkloadError, match=f"cache_seqlens, where it is no tensor, {words}"):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=wrong)  # type: ignore[arg-type]
+
+
+def version_2(**given: Any) -> Any:
+    x = randn(1, 4, 2, 16)
+    return flash_attn.flash_attn_func(x, x, x, **given)
+
+
+def packed_2(**given: Any) -> Any:
+    x = randn(4, 2, 16)
+    return flash_attn.flash_attn_varlen_func(x, x, x, ends((4,)), ends((4,)), 4, 4, **given)
+
+
+def version_3(**given: Any) -> Any:
+    x = randn(1, 4, 2, 16)
+    return flash_attn_interface.flash_attn_func(x, x, x, **given)
+
+
+def cached_3(**given: Any) -> Any:
+    x = randn(1, 4, 2, 16)
+    return flash_attn_interface.flash_attn_with_kvcache(x, x, x, **given)
+
+
+ONE = torch.ones(1, 2)
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (
+        packed_2,
+        {"dropout_p": 0.1, "block_table": torch.zeros(1, 1).int()},
+        "with a block_table does not support dropout",
+    ),
+    *[(version_3, {name: ONE}, name) for name in ("qv", "q_descale", "k_descale", "v_descale")],
+    (version_3, {"attention_chunk": 64}, "attention_chunk, got 64"),
+    (cached_3, {"qv": ONE}, "qv"),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "words"), REFUSED, ids=lambda part: part if isinstance(part, str) else "")
+def test_what_is_not_supported_is_refused_by_name(call: Callable[..., Any], given: dict[str, Any], words: str) -> None:
+    call()
+    with pytest.raises(UnsupportedError, match=words):
+        call(**given)
+
+
+def test_arguments_that_do_not_belong_together_are_refused() -> None:
+    x = randn(1, 4, 2, 16)
+    for given, words in (
+        ({"k": x}, "come together"),
+        ({"rotary_cos": ONE, "rotary_sin": ONE}, "rotary embeddings are of new keys"),
+        ({"k": x, "v": x}, "go behind cache_seqlens"),
+        ({"window_size": 3}, "window_size is"),
+    ):
+        with pytest.raises(WorkloadError, match=words):
+            flash_attn.flash_attn_with_kvcache(x, x.clone(), x.clone(), **given)
+    many = randn(1, 20, 2, 16)
+    odd = randn(700).as_strided((2, 3, 2, 16), (97, 32, 16, 1))  # rows at no multiple of a slot
+    twice = torch.cat([many, many])
+    with pytest.raises(UnsupportedError, match="more than 16 queries with a window"):
+        flash_attn.flash_attn_with_kvcache(twice, odd, odd, window_size=(3, 3))
+    assert flash_attn.flash_attn_with_kvcache(twice, odd, odd, causal=True, window_size=(3, 3)).shape == twice.shape
+    pad, lengths = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([3, 3], dtype=torch.int32)
+    parts = {"cache_seqlens": lengths, "cache_leftpad": pad, "causal": True}
+    found = [flash_attn.flash_attn_with_kvcache(twice, x, x, **parts) for x in (odd, odd.contiguous())]
+    assert_same(*found)  # pieces, of which some see no key, and one call
+    packed = {"cu_seqlens_q": ends((3, 17)), "cache_seqlens": torch.tensor([2, 3]).int()}
+    with pytest.raises(UnsupportedError, match="packed queries over caches whose rows lie at multiples"):
+        flash_attn_interface.flash_attn_with_kvcache(many[0], odd, odd, max_seqlen_q=17, **packed)
+    with pytest.raises(WorkloadError, match="come with max_seqlen_q"):
+        flash_attn_interface.flash_attn_with_kvcache(many[0], twice, twice, **packed)
+    with pytest.raises(WorkloadError, match=r"qkv is \(\.\.\., 3, nheads"):
+        flash_attn.flash_attn_qkvpacked_func(x)
