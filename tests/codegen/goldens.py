@@ -172,8 +172,8 @@ COMPILED_HERE = {
     "forward_d64_fp32_h200": "test_build.py has the same head_dim and mask in IEEE products for other targets",
     "forward_d128_mi300x": "test_build.py compiles that default for its own target",
     "mods_d64_a100": "test_portable_mods.py compiles the same function by the same loads",
-    "hopper_d96_bias_mask": "test_hopper_forward.py has both tensors in one kernel, and heads of 96 in two parts",
-    "hopper_d64_short": "test_hopper_forward.py has three programs side by side among its knobs",
+    "hopper_d96_bias_mask": "test_hopper_forward_compiled.py has both in one kernel, and heads of 96 in two parts",
+    "hopper_d64_short": "test_hopper_forward_compiled.py has three programs side by side among its knobs",
 }
 """Those whose branches other tests of this folder compile."""
 

@@ -1,58 +1,29 @@
-"""The Hopper family without a GPU: its arithmetic of resources, its text, and what the compiler makes of it."""
+"""The Hopper family for the forward pass: what it offers and refuses, its arithmetic of resources, and its text."""
 
 from __future__ import annotations
 
 import ast
-import functools
-import math
 import random
-import re
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flashgen.codegen import families
-from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, descriptor_type
+from flashgen.codegen.common_wgmma import descriptor_type
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.hopper_forward import seed_configs as hopper_seed_configs
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
-from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import search_space
 from flashgen.core.device import find_device
-from flashgen.core.errors import ConfigError
 from flashgen.core.workload import Specialization
-from flashgen.launch.parameters import trailing_pointers
-from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.codegen.spaces import some_of
-from tests.tiers import EXHAUSTIVE, first, only
+from tests.tiers import EXHAUSTIVE
 
 H200 = find_device("h200")
 HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
-
-
-@functools.cache
-def compiled(key: str, **changes: int | str | bool) -> CompiledKernel:
-    spec = Specialization.parse(key)
-    return compile_kernel(spec, HOPPER_FORWARD.default(spec, H200).replace(**changes), H200)
-
-
-@functools.cache
-def machine_code(key: str) -> str:
-    """That of a default."""
-    return sass(compiled(key).handle)
-
-
-LOOPS = pytest.mark.xdist_group("hopper loops")
-SCORES = pytest.mark.xdist_group("hopper scores")
-NAMED_BARRIERS = pytest.mark.xdist_group("hopper named barriers")
-EARLY = pytest.mark.xdist_group("hopper early sums")
-"""Of tests that look at the same kernels: one process compiles and disassembles them, once."""
 
 
 @pytest.mark.parametrize("causal", ["", "-causal"])
@@ -95,58 +66,6 @@ def test_every_favourite_is_valid_somewhere() -> None:
         known = {*HOPPER_FORWARD.seed_configs(spec, H200), HOPPER_FORWARD.default(spec, H200)}
         usual = HOPPER_FORWARD.default(spec, H200)
         assert known >= {usual.replace(**change) for change in changes}
-
-
-@pytest.mark.parametrize(
-    ("key", "reference"),
-    [
-        ("bf16-d64-causal", "row_sums"),
-        ("bf16-d128-causal-window", "row_sums"),
-        ("fp16-d128-causal", "row_sums"),
-        ("fp16-d64-softcap", "row_sums"),
-        ("bf16-d64-softcap-alibi", "row_sums"),
-        ("bf16-d64-softcap", "first_block"),
-        ("bf16-d64-keymask", "row_sums"),
-        ("bf16-d64-softcap-keymask", "first_block"),
-        ("bf16-d64-mask", "running"),
-    ],
-)
-def test_defaults_take_the_same_time_on_all_data(key: str, reference: str) -> None:
-    spec = Specialization.parse(f"fwd-{key}")
-    default = HOPPER_FORWARD.default(spec, H200)
-    assert default["softmax_reference"] == reference
-    searched = {config["softmax_reference"] for config in search_space(HOPPER_FORWARD, spec, H200)}
-    assert searched == {reference, "running"}
-
-
-@pytest.mark.parametrize(
-    ("key", "reference", "successor"),
-    [
-        ("bf16-d64-causal", "first_block", "row_sums"),
-        ("bf16-d64-causal", "row_sums", "row_sums"),
-        ("bf16-d64-causal", "running", "running"),
-        ("bf16-d64-causal-softcap", "first_block", "first_block"),  # no sum overflows
-        ("fp16-d64-softcap", "first_block", "row_sums"),
-    ],
-)
-def test_references_that_stay_have_a_successor_that_follows(key: str, reference: str, successor: str) -> None:
-    spec = Specialization.parse(f"fwd-{key}")
-    config = HOPPER_FORWARD.default(spec, H200).replace(softmax_reference=reference)
-    assert families.successor(config, spec) == config.replace(softmax_reference=successor)
-
-
-def test_no_text_lets_sums_overflow() -> None:
-    spec = Specialization.parse("fwd-bf16-d64")
-    config = HOPPER_FORWARD.default(spec, H200).replace(softmax_reference="first_block")
-    with pytest.raises(ConfigError, match="softcap bounds"):
-        render(spec, config)
-
-
-def test_configs_of_other_families_are_their_own_successors() -> None:
-    for row in families.FAMILIES:
-        spec = Specialization.parse(f"{'fwd' if row.direction == 'forward' else 'bwd'}-bf16-d64")
-        if row is not HOPPER_FORWARD:
-            assert families.successor(row.default(spec, H200), spec) == row.default(spec, H200)
 
 
 def test_a_space_has_only_what_fits() -> None:
@@ -231,23 +150,6 @@ def test_four_programs_side_by_side_compute_scores_after_the_product() -> None:
     assert not any(config["blocks_per_sm"] > 2 for config in search_space(HOPPER_FORWARD, wide, H200))
 
 
-def test_under_a_softcap_no_tile_is_recomputed() -> None:
-    """What bounds scores bounds weights: from the lowest first key to the highest later one fp32 has room."""
-    capped, open_ended = (Specialization.parse(f"fwd-bf16-{key}") for key in ("d256-softcap", "d256-softcap-alibi"))
-    for spec, again in ((capped, False), (open_ended, True), (Specialization.parse("fwd-fp16-d256-softcap"), True)):
-        config = HOPPER_FORWARD.default(spec, H200)
-        assert config["softmax_reference"] == ("row_sums" if again else "first_block")
-        assert hopper_resources.may_recompute(spec, config) == again
-        text = render(spec, config).text
-        assert ("overflow_flags" in text) == again
-        assert ("> LARGEST_SCALE" in text) != again
-    weight = hopper_resources.CAPPED_BITS - hopper_resources.CAPPED_HEADROOM_BITS
-    keys, values, fp32 = 17, 14, 127
-    assert weight + keys + values <= fp32
-    gemma = 50.0
-    assert 2 * gemma / math.log(2) < hopper_resources.CAPPED_BITS
-
-
 @pytest.mark.parametrize(
     ("key", "device", "reason"),
     [
@@ -268,65 +170,6 @@ def test_the_portable_family_serves_the_rest(key: str, device: str, reason: str)
     assert reason in str(families.reasons(spec, find_device(device))["hopper_forward"])
 
 
-@EXHAUSTIVE
-@pytest.mark.parametrize(
-    "key",
-    only(
-        [
-            "d64-causal-sink-window",
-            "d256-causal-softcap-window",
-            "d64-keybias-window-bias_fp32-scattered",
-            "d128-causal-keymask-offset",
-            "d64-causal-softcap-alibi-sink-keybias-keymask-window-sink_bf16",
-            pytest.param("d128-bias", marks=SCORES),
-            pytest.param("d128-causal-mask", marks=SCORES),
-            "d64-softcap-alibi-sink-bias-mask-window-offset-bias_fp32",
-        ],
-        "d64-softcap-alibi-sink-bias-mask-window-offset-bias_fp32",
-    ),
-)
-def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
-    spec = Specialization.parse(f"fwd-bf16-{key}")
-    config = HOPPER_FORWARD.default(spec, H200)
-    assert families.invalid(config, spec, H200) is None
-    kernel = compiled(spec.key)
-    parameters = HOPPER_FORWARD.parameters(spec, config)
-    assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
-    assert kernel.spills <= 72
-    separate_o_smem = hopper_resources.separate_o_smem(spec, config, H200)
-    assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)
-    code = machine_code(spec.key)
-    assert code.count("WARPGROUP.DEPBAR") * 4 <= code.count("HGMMA")
-
-
-@SCORES
-@EXHAUSTIVE
-def test_a_tile_of_a_bias_is_in_registers_before_the_scores_are_computed() -> None:
-    """Else its slot would be free, and the next tile asked for, only a product later."""
-    code = machine_code("fwd-bf16-d128-bias")
-    waits = code.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[:-1]
-    assert len(waits) == 2
-    for part in waits:
-        during = part[part.rindex("HGMMA") :]
-        assert during.count("LDSM.16.M88.4") == 8, (
-            "64 x 128 values of two bytes, four matrices of 8 x 8 a time and warp"
-        )
-        assert during.rindex("LDSM") < during.rindex("BAR.ARV")
-
-
-@SCORES
-@EXHAUSTIVE
-def test_all_that_one_byte_of_a_mask_costs() -> None:
-    """The compiler left to itself packs and unpacks the tests of all bytes: three times as much."""
-    code = machine_code("fwd-bf16-d128-causal-mask")
-    during = softmaxes(code)
-    assert len(during) == 2
-    for part in during:
-        scores = part.split("MUFU.EX2")[0]
-        assert scores.count("PRMT") < 16
-        assert scores.count("LOP3") <= 72
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
@@ -343,188 +186,6 @@ def test_a_layout_is_written_as_triton_writes_it(dtype: str, shape: tuple[int, i
     types = {"bf16": gl.bfloat16, "fp16": gl.float16, "u8": gl.uint8, "fp32": gl.float32}
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, *shape], types[dtype])
     assert descriptor_type(dtype, *shape) == f"tensordesc<{dtype}[1, 1, {shape[0]}, {shape[1]}],{layout!r}>"
-
-
-@pytest.mark.parametrize(
-    "key",
-    only(
-        [
-            "fwd-bf16-d64",
-            "fwd-bf16-d64-causal",
-            pytest.param("fwd-bf16-d128", marks=LOOPS),
-            "fwd-bf16-d128-causal-offset",
-            pytest.param("fwd-fp16-d256", marks=LOOPS),
-            "fwd-bf16-d256-causal",
-            "fwd-bf16-d192-dv128",
-            pytest.param("fwd-bf16-d128-causal", marks=LOOPS),  # which the next tests look at
-        ],
-        "fwd-bf16-d128-causal",
-    ),
-)
-def test_defaults_compile_without_serialised_products(key: str) -> None:
-    kernel = compiled(key)
-    config = HOPPER_FORWARD.default(Specialization.parse(key), H200)
-    code = machine_code(key)
-    # spills around the loop cost little, and those of a branch of masked blocks only where blocks are masked
-    assert kernel.spills <= 40
-    if config["masked_blocks"] != "branch":
-        assert not re.search(r"\b(?:LDL|STL)\b", "".join(softmaxes(code)))
-    assert code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA")
-    assert kernel.shared_bytes <= hopper_resources.smem_available(config, H200)
-    assert kernel.num_warps == 4 * (config.integer("warpgroups") + 1)
-    assert kernel.occupancy(H200) == 1
-
-
-def softmaxes(code: str) -> list[str]:
-    """Of each loop the machine code between the wait for the scores and that for the product."""
-    after_scores = code.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]
-    return [part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in after_scores]
-
-
-NAMED_BY_THREE = {"barriers": "named"}
-NAMED_BY_FOUR = {
-    "barriers": "named",
-    "warpgroups": 4,
-    "block_n": 64,
-    "heads_per_group": 32,
-    "exp_order": "free",
-    "k_release": "with_v",
-}
-
-
-@EXHAUSTIVE
-@NAMED_BARRIERS
-@pytest.mark.parametrize("changes", first(1, [NAMED_BY_THREE, NAMED_BY_FOUR]), ids=["three", "four"])
-def test_triton_leaves_the_named_barriers_that_a_kernel_takes(changes: dict[str, int | str]) -> None:
-    handle = compiled("fwd-fp16-d64-causal", **changes).handle
-    own = set(re.findall(r"// begin inline asm\n\s*bar\.\w+ (%r\d+)", handle.asm["ptx"]))
-    assert own
-    ids = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\S*\s+(\d+)", handle.asm["ptx"])}
-    assert ids
-    assert max(ids) < FIRST_NAMED_BARRIER
-
-
-NAMED = {"barriers": "named", "conditional_rescale": True, "exp_order": "data"}
-ONCE = {"q_stages": 1, "hidden_blocks": "computed"}
-SHORT = {**ONE_WARPGROUP, "blocks_per_sm": 3}
-WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", "exp_order": "free"}
-
-
-@EXHAUSTIVE
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    only(
-        [
-            pytest.param("d64-causal", NAMED_BY_THREE, marks=NAMED_BARRIERS),
-            pytest.param("d64-causal", NAMED_BY_FOUR, marks=NAMED_BARRIERS),
-            ("d64-causal", {**NAMED, **ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
-            ("d64-causal", {**ONCE, "warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
-            ("d64-causal-offset", {**SHORT, "masked_blocks": "peeled", "softmax_reference": "running"}),
-            ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_chains": 4, "softmax_reference": "running"}),
-            ("d128", {**ONE_WARPGROUP, "conditional_rescale": False, "softmax_reference": "running"}),
-            ("d128-causal", {**WIDE, "qk_prefetch": "half", "masked_blocks": "branch", "softmax_reference": "running"}),
-            ("d64", {**WIDE, "qk_prefetch": "none"}),
-            ("d96-causal-keymask", {**SHORT, "split_d": True}),
-            ("d64-mask", {**ONE_WARPGROUP, "barriers": "mbarrier"}),
-        ],
-        ("d64-causal", NAMED_BY_THREE),
-        ("d96-causal-keymask", {**SHORT, "split_d": True}),
-    ),
-)
-def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> None:
-    spec = Specialization.parse(f"fwd-fp16-{key}")
-    config = HOPPER_FORWARD.default(spec, H200).replace(**changes)
-    assert families.invalid(config, spec, H200) is None
-    kernel = compiled(spec.key, **changes)
-    parameters = HOPPER_FORWARD.parameters(spec, config)
-    assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
-    separate_o_smem = hopper_resources.separate_o_smem(spec, config, H200)
-    assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)
-
-
-@LOOPS
-@pytest.mark.parametrize(
-    ("key", "branch"),
-    first(
-        1,
-        [
-            ("fwd-bf16-d128-causal", r"LOP3\.LUT P\d, RZ, R\d+, 0x40000000, R\d+"),
-            ("fwd-fp16-d256", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 65504, "),
-        ],
-    ),
-)
-def test_a_step_tests_its_row_sums_by_few_instructions(key: str, branch: str) -> None:
-    """The usual path of a step computes no maximum, and what `_settle` does stands behind a vote of the warp."""
-    spec = Specialization.parse(key)
-    config = HOPPER_FORWARD.default(spec, H200)
-    assert families.invalid(config, spec, H200) is None
-    assert compiled(key).spills <= HOPPER_FORWARD.tolerated_spills
-    assert re.search(branch, machine_code(key))
-
-
-@pytest.mark.parametrize("early_settle", [False, True])
-def test_fp16_settles_by_what_a_step_adds(early_settle: bool) -> None:
-    """Sums of all steps grow with the number of keys, though no weight comes near the largest number of fp16."""
-    spec = Specialization.parse("fwd-fp16-d96-causal")
-    text = render(spec, HOPPER_FORWARD.default(spec, H200).replace(early_settle=early_settle)).text
-    assert re.search(r"l_i = .* \+ sums$", text, re.MULTILINE)
-    assert re.search(r" _settle\(p, .*m_i, l_i, sums\)$", text, re.MULTILINE)
-    found: dict[str, Any] = {}
-    body = text[text.index("def _settle_asm(") : text.index("SETTLE_ASM =")]
-    exec(body, found)
-    acc, weights = (32 if early_settle else 16), 32
-    operands = found["_settle_constraints"](acc, weights).split(",")
-    asm = found["_settle_asm"](acc, weights, "0f40C00000")
-    (limit,) = {int(bits, 16) for bits in re.findall(r"setp\.gt\S* p, \$\d+, 0f([0-9A-F]{8})", asm)}
-    assert struct.unpack("<f", struct.pack("<I", limit)) == (65504.0,), "the largest number of fp16"
-    tested = {int(number) for number in re.findall(r"(?:setp\.gt\S* p,|mov\.f32 x,) \$(\d+)", asm)}
-    assert tested == {min(tested), min(tested) + 2}, "two rows of one operand"
-    assert set(operands[min(tested) :]) == {"f"}, "which is an input"
-    assert max(int(number) for number in re.findall(r"\$(\d+)", asm)) == max(tested), "and the last one"
-
-
-@LOOPS
-@pytest.mark.parametrize(
-    "key", only(["fwd-bf16-d128", "fwd-bf16-d128-causal", "fwd-fp16-d256"], "fwd-bf16-d128-causal")
-)
-def test_exponentials_stay_ahead_of_the_wait_for_the_product(key: str) -> None:
-    ahead = [part.count("MUFU.EX2") for part in softmaxes(machine_code(key))]
-    block_n = HOPPER_FORWARD.default(Specialization.parse(key), H200).integer("block_n")
-    assert min(ahead) >= block_n // 2, ahead
-
-
-@EXHAUSTIVE
-@EARLY
-def test_what_settles_early_is_rounded_ahead_of_the_wait_for_the_product() -> None:
-    kernel = compiled("fwd-bf16-d96-causal", early_settle=True)
-    assert kernel.spills == 0
-    for part in softmaxes(sass(kernel.handle)):
-        assert part.count("F2FP.BF16") == 128 // 4
-        assert part.rindex("MUFU.LG2") > part.rindex("BAR.ARV"), "sums settle behind the last exponential"
-
-
-@EXHAUSTIVE
-@EARLY
-@pytest.mark.parametrize("key", first(1, ["fwd-bf16-d96-causal", "fwd-bf16-d64-causal-window"]))
-def test_the_sums_that_settle_early_are_those_that_the_next_step_reads(key: str) -> None:
-    """Where ptxas settles a copy, as it does in configs that are refused, one of the tested sums stays as it was."""
-    for part in softmaxes(sass(compiled(key, early_settle=True).handle)):
-        tested = re.search(r"LOP3\.LUT P\d, RZ, R(\d+), 0x40000000, R(\d+)", part)
-        assert tested is not None
-        for register in tested.groups():
-            assert re.search(rf"FMUL R{register}, R{register}(\.reuse)?, R", part[tested.end() :]), register
-
-
-@pytest.mark.parametrize("key", ["d64", "d128-causal", "d64-causal-window", "d64-keymask", "d64-causal-keymask"])
-def test_rows_of_fp16_have_seen_many_keys_before_the_maximum_is_left(key: str) -> None:
-    """A key may be more than 127 bits below the next block's largest, and fp16 has no room for headroom against it."""
-    for dtype, many in (("fp16", True), ("bf16", False)):
-        spec = Specialization.parse(f"fwd-{dtype}-{key}")
-        text = render(spec, HOPPER_FORWARD.default(spec, H200)).text
-        seen = "visible_end" if "keymask" in key else "seqlen_k"
-        seen = f"gl.minimum(first_row + offset + 1, {seen})" if spec.causal else seen
-        assert (f"followed_from = {seen} - FOLLOWED_KEYS" in text) == many
-        assert ("FEW_KEYS" in text) == (spec.causal and not many)
 
 
 def test_a_launch_has_no_more_programs_than_tiles() -> None:
