@@ -1,13 +1,16 @@
-"""The fake driver in the place of the CUDA driver, and torch's CUDA calls that a CPU build lacks."""
+"""The fake driver in the place of CUDA's, torch's CUDA calls that a CPU build lacks, and a bundle that is trusted."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from flashgen.core.settings import settings
 from flashgen.launch import allocation, driver, plan, scratch
 from tests.fakes.driver import FakeDriver
 from tests.fakes.imagined import imagined_family
@@ -53,3 +56,24 @@ def cuda(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> Iterator[FakeDriv
     driver._primary_context.cache_clear()
     yield fake
     driver._primary_context.cache_clear()
+
+
+@pytest.fixture
+def plain_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    from tests.launch.bundle_files import two_kernels
+
+    path = tmp_path / "h200.kernels"
+    path.write_bytes(two_kernels())
+    return path
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_BINARIES", "trusted")
+    settings.cache_clear()

@@ -1,17 +1,13 @@
-"""Bundles: kernels that others have compiled serve where their user trusts them, and nothing else gets in."""
+"""Bundles: kernels that others have compiled serve where their user trusts them."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,63 +23,12 @@ from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
 from flashgen.launch import binaries, bundles
-from tests.launch.kernels import kernel
+from tests.launch.bundle_files import CONFIG, FRESH, H200, OTHER, SPEC, entry, kept, read, remade, version
 from tests.tiers import EXHAUSTIVE
 
-zstandard = pytest.importorskip("zstandard")
+pytestmark = pytest.mark.usefixtures("plain_compiler")
 
 ROOT = Path(__file__).resolve().parents[2]
-H200 = find_device("h200")
-SPEC, CONFIG, FRESH = kernel("descriptors")
-OTHER = kernel("pointers")
-
-
-@pytest.fixture(autouse=True)
-def plain_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR"]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    path = tmp_path / "h200.kernels"
-    path.write_bytes(two_kernels())
-    return path
-
-
-@functools.cache
-def two_kernels() -> bytes:
-    """A bundle of both, written once for all tests that read one."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "h200.kernels")
-        bundles.write(path, [entry(), entry(*OTHER)], ["sm90"], version())
-        return path.read_bytes()
-
-
-@pytest.fixture
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHGEN_BINARIES", "trusted")
-    settings.cache_clear()
-
-
-def version() -> str:
-    found = keys.triton_version()
-    assert found is not None
-    return found
-
-
-def entry(spec: Specialization = SPEC, config: Any = CONFIG, compiled: Any = FRESH) -> bundles.Entry:
-    key = keys.bundle_key(spec, config, H200, version())
-    assert key is not None
-    return bundles.Entry(key=key, content=binaries.packed(compiled, key))
-
-
-def read() -> Any:
-    return binaries.read(SPEC, CONFIG, H200)
-
-
-def kept() -> list[str]:
-    return sorted(path.name for path in (settings().cache_dir / binaries.BUNDLES).glob("*"))
 
 
 @pytest.mark.usefixtures("trusted")
@@ -164,227 +109,6 @@ def test_what_makes_another_kernel_makes_another_key(monkeypatch: pytest.MonkeyP
     assert keys.bundle_key(SPEC, CONFIG, find_device("mi300x"), "3.6.0") is None
 
 
-# --- damaged and planted ------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_bundle_is_refused_whole(bundle: Path) -> None:
-    whole = bundle.read_bytes()
-    length = len(whole)
-    for position in [*range(0, 400, 7), *range(400, length, length // 60), length - 1]:
-        bundle.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
-        with pytest.raises(DatabaseError):
-            bundles.install(bundle)
-    for cut in (0, 5, 30, 60, 200, length // 2, length - 1):
-        bundle.write_bytes(whole[:cut])
-        with pytest.raises(DatabaseError):
-            bundles.install(bundle)
-    bundle.write_bytes(whole + b"\0")
-    with pytest.raises(DatabaseError, match="ends behind its last kernel"):
-        bundles.install(bundle)
-    assert kept() == []
-
-
-def remade(path: Path, change: Callable[[dict[str, Any], list[bytes]], None]) -> None:
-    """The bundle with another index and other entries, and the right hash of the index."""
-    raw, start = path.read_bytes(), len(bundles.MAGIC) + 32
-    length = int.from_bytes(raw[start : start + 8], "little")
-    head, rest = json.loads(raw[start + 8 : start + 8 + length]), raw[start + 8 + length :]
-    entries = []
-    for each in head["entries"]:
-        entries.append(rest[: each["compressed"]])
-        rest = rest[each["compressed"] :]
-    change(head, entries)
-    text = json.dumps(head).encode()
-    fixed = bundles.MAGIC + hashlib.sha256(text).digest() + len(text).to_bytes(8, "little")
-    path.write_bytes(fixed + text + b"".join(entries))
-
-
-def put(head: dict[str, Any], entries: list[bytes], content: bytes, size: int | None = None) -> None:
-    """Another first entry, with the right hash."""
-    entries[0] = content
-    head["entries"][0] |= {"sha256": hashlib.sha256(content).hexdigest(), "compressed": len(content)}
-    if size is not None:
-        head["entries"][0]["bytes"] = size
-
-
-def _bomb(head: dict[str, Any], entries: list[bytes]) -> None:
-    put(head, entries, zstandard.ZstdCompressor().compress(bytes(256 * 2**20)), 1000)
-
-
-def _large_bomb(head: dict[str, Any], entries: list[bytes]) -> None:
-    put(head, entries, zstandard.ZstdCompressor().compress(bytes(256 * 2**20)), 256 * 2**20)
-
-
-def _compressed_again(head: dict[str, Any], entries: list[bytes]) -> None:
-    """The same kernel in other bytes, under the hash of the first ones."""
-    entries[0] = zstandard.ZstdCompressor(level=1).compress(zstandard.ZstdDecompressor().decompress(entries[0]))
-    head["entries"][0]["compressed"] = len(entries[0])
-
-
-def _no_frame(head: dict[str, Any], entries: list[bytes]) -> None:
-    put(head, entries, b"no frame at all")
-
-
-def _no_kernel(head: dict[str, Any], entries: list[bytes]) -> None:
-    put(head, entries, zstandard.ZstdCompressor().compress(b"{}" * 100), 200)
-
-
-def _exchanged(head: dict[str, Any], entries: list[bytes]) -> None:
-    first, second = head["entries"]
-    first["key"], second["key"] = second["key"], first["key"]
-
-
-def _path_for_key(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"][0]["key"] = key = "../../../" + head["entries"][0]["key"][9:]
-    content = binaries.packed(FRESH, key)
-    put(head, entries, zstandard.ZstdCompressor().compress(content), len(content))
-
-
-def _path_for_version(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["triton"] = "3.6.0/../../x"
-
-
-def _escape_for_target(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["targets"] = ["sm90\x1b[2J"]
-
-
-def _twice(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"].append(head["entries"][0])
-    entries.append(entries[0])
-
-
-def _later_format(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["format"] = 2
-
-
-def _list_for_entry(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"][0] = []
-
-
-def _negative(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"][0]["compressed"] = -1
-
-
-def _infinite(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"][0]["bytes"] = float("inf")  # JSON has 1e999 for it
-
-
-def _half(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"][0]["bytes"] += 0.5
-
-
-def _long_format(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["format"] = "x" * 100_000
-
-
-def _long_version(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["triton"] = "x" * 100_000
-
-
-def _many_targets(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["targets"] = [f"sm{number}" for number in range(1000)]
-
-
-def _target_of_none(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"][0]["target"] = "sm80"
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        (_bomb, "has the size that its index states"),
-        (_large_bomb, "bytes of a kernel must be at most 16777216"),
-        (_compressed_again, "has the hash that its index states"),
-        (_no_frame, "can be decompressed"),
-        (_no_kernel, "states the key of its index"),
-        (_exchanged, "states the key of its index"),
-        (_path_for_key, "keys of 64 hexadecimal digits"),
-        (_path_for_version, "names a version of Triton"),
-        (_escape_for_target, "architectures in letters and digits"),
-        (_twice, "each once"),
-        (_later_format, "its format is 1, got 2"),
-        (_list_for_entry, "an index that this flashgen reads"),
-        (_negative, "bytes of a kernel must be at least 1"),
-        (_infinite, "bytes of a kernel must be a whole number"),
-        (_half, "bytes of a kernel must be a whole number"),
-        (_long_format, "its format is 1, got 'xxx"),
-        (_long_version, "names a version of Triton"),
-        (_many_targets, "for 64 architectures"),
-        (_target_of_none, "for the architectures that it names"),
-    ],
-)
-def test_a_made_up_bundle_is_refused_whole(bundle: Path, change: Callable[..., None], rule: str) -> None:
-    remade(bundle, lambda head, entries: None)
-    assert len(bundles.install(bundle).sizes) == 2
-    for path in (settings().cache_dir / binaries.BUNDLES).iterdir():
-        path.unlink()
-    remade(bundle, change)
-    with pytest.raises(DatabaseError, match=rule) as caught:
-        bundles.install(bundle)
-    assert len(str(caught.value)) < 1000
-    assert kept() == []
-
-
-def with_header(content: bytes, change: dict[str, Any]) -> bytes:
-    """A kernel whose first part is described in another way, with the right checksum."""
-    body = content[len(binaries.MAGIC) + 32 :]
-    end = 8 + int.from_bytes(body[:8], "little")
-    header = json.loads(body[8:end])
-    header["parts"][0] |= change
-    head = json.dumps(header).encode()
-    body = len(head).to_bytes(8, "little") + head + body[end:]
-    return binaries.MAGIC + hashlib.sha256(body).digest() + body
-
-
-BOX = {"block_size": [1, 1, 64, 64], "swizzle": 3}
-DESCRIBED = [
-    ({"num_warps": -1}, "num_warps must be at least 1"),
-    ({"num_warps": True}, "num_warps must be a whole number"),
-    ({"num_warps": 2**40}, "num_warps must be at most 32"),
-    ({"shared": "x"}, "shared must be a whole number"),
-    ({"shared": 2**31}, "shared must be at most"),
-    ({"registers": None}, "registers must be a whole number"),
-    ({"spills": float("inf")}, "spills must be a whole number"),
-    ({"bytes": -1}, "bytes must be at least 1"),
-    ({"bytes": 5}, "as long as their header says"),
-    ({"name": "a b"}, "name is a name"),
-    ({"entry": 3}, "entry must be text"),
-    ({"boxes": 3}, "boxes must be a list"),
-    ({"boxes": [3]}, "a box has a block_size and a swizzle"),
-    ({"boxes": [BOX | {"block_size": [1] * 9}]}, "block_size has at most 5"),
-    ({"boxes": [BOX | {"block_size": []}]}, "at least one dimension"),
-    ({"boxes": [BOX | {"block_size": [1, 1, 64, 2**33]}]}, "block_size must be at most"),
-    ({"boxes": [BOX | {"swizzle": "x"}]}, "swizzle must be a whole number"),
-    ({"parameter_bytes": "8"}, "parameter_bytes must be a list"),
-    ({"parameter_bytes": [8, 8.5]}, "parameter_bytes must be a whole number"),
-]
-
-
-@pytest.mark.usefixtures("trusted")
-@pytest.mark.parametrize(("change", "rule"), DESCRIBED)
-def test_a_kernel_that_is_described_wrongly_is_refused(bundle: Path, change: dict[str, Any], rule: str) -> None:
-    first = entry()
-    made_up = replace(first, content=with_header(first.content, change))
-    bundles.write(bundle, [made_up, entry(*OTHER)], ["sm90"], version())
-    with pytest.raises(DatabaseError, match=rule):
-        bundles.install(bundle)
-    assert kept() == []
-    bundles.write(bundle, [first], ["sm90"], version())
-    bundles.install(bundle)
-    assert read() is not None
-    binaries.path_of(binaries.BUNDLES, first.key).write_bytes(made_up.content)  # as an earlier flashgen took it over
-    assert read() is None
-
-
-@pytest.mark.usefixtures("trusted")
-@pytest.mark.parametrize("boxes", [[], [BOX], [BOX] * 20, [{"block_size": [64], "swizzle": 3}] * 4])
-def test_a_kernel_has_a_box_for_each_of_its_descriptors(bundle: Path, boxes: list[object]) -> None:
-    first = entry()
-    bundles.write(bundle, [replace(first, content=with_header(first.content, {"boxes": boxes}))], ["sm90"], version())
-    bundles.install(bundle)
-    assert read() is None
-
-
 @pytest.mark.usefixtures("trusted")
 def test_a_machine_takes_its_own_of_the_kernels_for_two_architectures(bundle: Path) -> None:
     other = replace(entry(*OTHER), target="sm80")
@@ -415,27 +139,6 @@ def test_drafts_of_killed_imports_are_cleared_away(bundle: Path) -> None:
     os.utime(old, (long_ago, long_ago))
     bundles.install(bundle)
     assert (old.exists(), new.exists()) == (False, True)
-
-
-def test_special_files_are_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.kernels")
-    for path in (tmp_path / "pipe.kernels", tmp_path, tmp_path / "nothing", Path("/dev/zero")):
-        with pytest.raises(DatabaseError):
-            bundles.install(path)
-
-
-@pytest.mark.usefixtures("trusted")
-def test_a_kept_kernel_that_was_exchanged_is_not_loaded(bundle: Path) -> None:
-    bundles.install(bundle)
-    (first, second) = sorted((settings().cache_dir / binaries.BUNDLES).glob(f"*{binaries.SUFFIX}"))
-    mine = first if first.stem == entry().key[:32] else second
-    other = second if mine is first else first
-    mine.write_bytes(other.read_bytes())
-    assert read() is None
-    bundles.install(bundle)
-    assert read() is not None
-    mine.chmod(0o666)
-    assert read() is None
 
 
 # --- a process without a compiler ---------------------------------------------------------------------------------
