@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,17 @@ def taken_back(path: Path, upgrade: str, downgrade: str) -> tuple[set[tuple[str,
         command.downgrade(config, downgrade)
     engine.dispose()
     return contents(path)
+
+
+def copy_of(version: str, folder: Path) -> Path:
+    """A copy of the file that flashgen wrote with a version of the schema."""
+    return Path(shutil.copyfile(DATA / f"schema_{version}.sqlite3", folder / "before.sqlite3"))
+
+
+def execute(path: Path, statement: str, *values: object) -> None:
+    """Run a statement on a file behind the back of its store."""
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement, values)
 
 
 def version_in(path: Path) -> str:

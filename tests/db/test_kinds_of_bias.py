@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from flashgen.core.errors import DatabaseError
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL
-from tests.db.schemas import DATA, contents, taken_back
+from tests.db.schemas import DATA, contents, execute, taken_back
 
 
 @pytest.fixture
@@ -22,11 +21,8 @@ def yes_and_no(tmp_path: Path) -> Path:
     path = tmp_path / "yes_and_no.sqlite3"
     shutil.copyfile(DATA / "schema_0001.sqlite3", path)
     workload = replace(CAUSAL, bias="full", mask="full")
-    connection = sqlite3.connect(path)
     names = (workload.key, workload.specialization.workload_class)
-    connection.execute("UPDATE workloads SET bias = 1, mask = 1, key = ?, specialization = ?", names)
-    connection.commit()
-    connection.close()
+    execute(path, "UPDATE workloads SET bias = 1, mask = 1, key = ?, specialization = ?", *names)
     return path
 
 
@@ -39,10 +35,7 @@ def test_a_bias_that_was_there_or_not_has_a_value_for_every_pair(yes_and_no: Pat
 
 
 def test_what_was_no_yes_or_no_stays_for_the_checks_of_a_row(yes_and_no: Path) -> None:
-    connection = sqlite3.connect(yes_and_no)
-    connection.execute("UPDATE workloads SET bias = 7, mask = x'00'")
-    connection.commit()
-    connection.close()
+    execute(yes_and_no, "UPDATE workloads SET bias = 7, mask = x'00'")
     with Store.open(yes_and_no) as store, pytest.warns(UserWarning, match="is ignored"):
         assert store.records() == []
 
@@ -56,10 +49,7 @@ def test_what_was_no_yes_or_no_stays_for_the_checks_of_a_row(yes_and_no: Path) -
     ],
 )
 def test_an_older_file_without_its_tables_is_refused_by_name(yes_and_no: Path, statement: str) -> None:
-    connection = sqlite3.connect(yes_and_no)
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
+    execute(yes_and_no, statement)
     with pytest.raises(DatabaseError, match="yes_and_no"):
         Store.open(yes_and_no)
     with pytest.warns(UserWarning, match=r"yes_and_no.sqlite3 is not used"), Layers.open([yes_and_no]) as layers:
@@ -67,10 +57,7 @@ def test_an_older_file_without_its_tables_is_refused_by_name(yes_and_no: Path, s
 
 
 def test_rows_that_point_nowhere_do_not_stop_a_migration(yes_and_no: Path) -> None:
-    connection = sqlite3.connect(yes_and_no)
-    connection.execute("UPDATE records SET workload_id = 999 WHERE provenance = 'predicted'")
-    connection.commit()
-    connection.close()
+    execute(yes_and_no, "UPDATE records SET workload_id = 999 WHERE provenance = 'predicted'")
     with Store.open(yes_and_no) as store, pytest.warns(UserWarning, match="point to its workload"):
         assert [record.provenance for record in store.records()] == ["measured"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from flashgen.db.layers import Layers
 from flashgen.db.layout import SCHEMA_VERSION
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, H100, H200, MEASURED, PREDICTED, SHORT, WIDE, timed
+from tests.db.schemas import execute
 
 USERS = timed(MEASURED, 1.1)
 
@@ -99,19 +99,12 @@ def test_the_environment_names_the_layers(
 
 BAD = {
     "text": lambda path: path.write_text("not a database at all"),
-    "foreign": lambda path: _execute(path, "CREATE TABLE bookmarks (url TEXT)"),
+    "foreign": lambda path: execute(path, "CREATE TABLE bookmarks (url TEXT)"),
     "truncated": lambda path: path.write_bytes(_valid(path)[:3000]),
-    "newer": lambda path: (_valid(path), _execute(path, "UPDATE alembic_version SET version_num = '0999'")),
+    "newer": lambda path: (_valid(path), execute(path, "UPDATE alembic_version SET version_num = '0999'")),
     "directory": lambda path: path.mkdir(),
     "empty": lambda path: path.touch(),
 }
-
-
-def _execute(path: Path, statement: str) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
 
 
 def _valid(path: Path) -> bytes:
@@ -157,7 +150,7 @@ def test_damage_found_by_a_look_up_takes_the_layer_out_with_one_warning(shipped:
 
 
 def test_a_bad_row_of_the_user_lets_the_shipped_one_serve(shipped: Path, user: Path) -> None:
-    _execute(user, "UPDATE records SET knobs = replace(knobs, '128', '\"import os\"')")
+    execute(user, "UPDATE records SET knobs = replace(knobs, '128', '\"import os\"')")
     with Layers.open([user]) as layers, pytest.warns(UserWarning, match="records 1 is ignored.*import os"):
         assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +31,19 @@ from tests.db.samples import (
     on_profiles,
     timed,
 )
-from tests.db.schemas import DATA, contents, taken_back, with_first_knobs
+from tests.db.schemas import contents, copy_of, execute, taken_back, with_first_knobs
 
 LATER_THAN_0006 = {"page_ids", "split_keys"}
 """Knobs of the portable forward family."""
+
+
+@pytest.mark.parametrize(
+    ("before", "revision"), [("0002", "0003"), ("0004", "0005"), ("0005", "0006"), ("0006", "0007")]
+)
+def test_a_revision_can_be_taken_back(tmp_path: Path, before: str, revision: str) -> None:
+    path = copy_of(before, tmp_path)
+    held = contents(path)
+    assert taken_back(path, revision, before) == held
 
 
 # --- 0003: a workload may ask for the same bits every time -----------------------------------------------------------
@@ -44,8 +51,7 @@ LATER_THAN_0006 = {"page_ids", "split_keys"}
 
 @pytest.mark.parametrize("how", [{}, {"read_only": True}, {"shipped": True}], ids=["write", "read", "shipped"])
 def test_what_was_stored_before_never_asked_for_determinism(tmp_path: Path, how: dict[str, bool]) -> None:
-    path = tmp_path / "forward.sqlite3"
-    shutil.copyfile(DATA / "schema_0002.sqlite3", path)
+    path = copy_of("0002", tmp_path)
     with Store.open(path, **how) as store:
         assert [workload.deterministic for workload in store.workloads()] == [False]
     if not how:
@@ -54,19 +60,11 @@ def test_what_was_stored_before_never_asked_for_determinism(tmp_path: Path, how:
         connection.close()
 
 
-def test_determinism_can_be_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "forward.sqlite3"
-    shutil.copyfile(DATA / "schema_0002.sqlite3", path)
-    before = contents(path)
-    assert taken_back(path, "0003", "0002") == before
-
-
 # --- 0005: a record has times on hard data --------------------------------------------------------------------------
 
 
 def test_what_was_measured_before_has_no_times_on_hard_data(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0004.sqlite3", path)
+    path = copy_of("0004", tmp_path)
     with Store.open(path) as store:
         (record, _) = store.records()
         assert (record, record.hard_ms) == (MEASURED, None)
@@ -74,19 +72,11 @@ def test_what_was_measured_before_has_no_times_on_hard_data(tmp_path: Path) -> N
         assert store.record(CAUSAL, H200) == hard(MEASURED, *HARD_TIMES)
 
 
-def test_times_on_hard_data_can_be_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0004.sqlite3", path)
-    before = contents(path)
-    assert taken_back(path, "0005", "0004") == before
-
-
 # --- 0006: a record has an origin, and what was replaced is kept ----------------------------------------------------
 
 
 def test_what_was_stored_before_has_no_history_and_gets_one(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0005.sqlite3", path)
+    path = copy_of("0005", tmp_path)
     with Store.open(path) as store:
         assert [origin for _, origin in store.past(CAUSAL).records] == [UNKNOWN, UNKNOWN]
         store.put_record(timed(MEASURED, 1.1), ORIGIN)
@@ -98,8 +88,7 @@ def test_what_was_stored_before_has_no_history_and_gets_one(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("how", [{}, {"read_only": True}, {"shipped": True}], ids=["write", "read", "shipped"])
 def test_a_stored_history_is_read(tmp_path: Path, how: dict[str, bool]) -> None:
-    path = tmp_path / "now.sqlite3"
-    shutil.copyfile(DATA / "schema_0006.sqlite3", path)
+    path = copy_of("0006", tmp_path)
     with Store.open(path, **how) as store:
         past = store.past(CAUSAL, H200)
     stored = with_knobs_of_0006(ORIGIN)
@@ -118,20 +107,9 @@ def with_knobs_of_0006(origin: Origin) -> Origin:
     return replace(origin, runners_up=rivals)
 
 
-def test_a_history_can_be_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0005.sqlite3", path)
-    before = contents(path)
-    assert taken_back(path, "0006", "0005") == before
-
-
 def test_an_older_file_with_a_table_of_that_name_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0005.sqlite3", path)
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE history (id, reason)")
-    connection.commit()
-    connection.close()
+    path = copy_of("0005", tmp_path)
+    execute(path, "CREATE TABLE history (id, reason)")
     for how in ({}, {"read_only": True}):
         with pytest.raises(DatabaseError, match=r"before\.sqlite3"):
             Store.open(path, **how)
@@ -141,8 +119,7 @@ def test_an_older_file_with_a_table_of_that_name_is_refused(tmp_path: Path) -> N
 
 
 def test_what_was_measured_before_is_a_pass_without_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0006.sqlite3", path)
+    path = copy_of("0006", tmp_path)
     with Store.open(path) as store:
         assert [(record.workload.lengths, record.workload) for record in store.records()] == [("", CAUSAL)] * 2
         step, same = on_profiles(MEASURED), replace(DECODE_STEP, lengths="same")
@@ -157,19 +134,11 @@ def test_what_was_measured_before_is_a_pass_without_lengths(tmp_path: Path) -> N
         assert [each.record for each in store.past(DECODE_STEP).replaced] == [step]
 
 
-def test_profiles_of_lengths_can_be_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0006.sqlite3", path)
-    before = contents(path)
-    assert taken_back(path, "0007", "0006") == before
-
-
 # --- 0008: a workload of packed sequences has the rows of all of them ------------------------------------------------
 
 
 def test_packed_sequences_without_rows_are_as_long_as_they_can_be(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0007.sqlite3", path)
+    path = copy_of("0007", tmp_path)
     before = contents(path)
     full, part = (Workload.parse(f"b16-h12-{rows}s1024-d64-causal-varlen") for rows in ("", "tq9000-"))
     with Store.open(path) as store:
@@ -179,11 +148,10 @@ def test_packed_sequences_without_rows_are_as_long_as_they_can_be(tmp_path: Path
         for workload in (full, part):
             store.put_record(replace(MEASURED, workload=workload, baselines=()))
         assert store.record(part, H200) == replace(MEASURED, workload=part, baselines=())
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE workloads SET total_q = NULL, total_k = NULL WHERE key = ?", [full.key])
+    execute(path, "UPDATE workloads SET total_q = NULL, total_k = NULL WHERE key = ?", full.key)
     with Store.open(path) as store:
         assert {record.workload for record in store.records()} == {*known, full, part}
-    shutil.copyfile(DATA / "schema_0007.sqlite3", path)
+    copy_of("0007", tmp_path)
     assert taken_back(path, "0008", "0007") == before
 
 
@@ -191,8 +159,7 @@ def test_packed_sequences_without_rows_are_as_long_as_they_can_be(tmp_path: Path
 
 
 def test_searches_can_be_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0008.sqlite3", path)
+    path = copy_of("0008", tmp_path)
     before = contents(path)
     with Store.open(path) as store:
         for run in ("one", "other"):
@@ -208,8 +175,7 @@ def test_searches_can_be_taken_back(tmp_path: Path) -> None:
 
 
 def test_limits_can_be_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "before.sqlite3"
-    shutil.copyfile(DATA / "schema_0009.sqlite3", path)
+    path = copy_of("0009", tmp_path)
     before = contents(path)
     assert taken_back(path, "0010", "0009") == before
     with Store.open(path) as store:
@@ -228,8 +194,7 @@ def test_limits_can_be_taken_back(tmp_path: Path) -> None:
 
 
 def test_a_slice_of_a_card_keeps_its_records_under_a_name_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "slice.sqlite3"
-    shutil.copyfile(DATA / "schema_0009.sqlite3", path)
+    path = copy_of("0009", tmp_path)
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE devices SET name = 'NVIDIA H200 MIG 7g.141gb' WHERE identity = ?", (H200.identity,))
     slice_ = replace(H200, name="NVIDIA H200 MIG 7g.141gb")

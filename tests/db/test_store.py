@@ -42,6 +42,7 @@ from tests.db.samples import (
     hard,
     timed,
 )
+from tests.db.schemas import execute
 
 
 @pytest.fixture
@@ -387,13 +388,6 @@ def test_a_read_only_folder_is_read_and_refused_for_writing(unprivileged: Path) 
     for flags in ({"read_only": True}, {"shipped": True}):
         with Store.open(path, **flags) as store:
             assert store.record(CAUSAL, H200) == MEASURED
-
-
-def execute(path: Path, statement: str) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
 
 
 def test_records_over_pages_are_of_the_class_of_their_size_in_rows_of_any_age(store: Store, path: Path) -> None:

@@ -85,7 +85,7 @@ class SizesLookup:
             if len(self._chosen) >= MOST_CHOICES:
                 self._chosen.clear()
             choice = self._chosen[near] = self._choose(near)
-        if choice.rival is not None and not generated_only and self._hands_over(choice, choice.rival, sizes):
+        if choice.rival is not None and not generated_only and self._hands_over(choice.rival, choice.rung, sizes):
             return None
         return self._served(choice.config, with_lse)
 
@@ -119,9 +119,9 @@ class SizesLookup:
             return nearest
         return self._named[leaf.config].first(here, sizes) or nearest
 
-    def _hands_over(self, choice: _Choice, rival: Candidate, sizes: Sizes) -> bool:
+    def _hands_over(self, rival: Candidate, rung: int, sizes: Sizes) -> bool:
         """Whether a call of these very sizes goes to torch's attention."""
-        served = Served(config=rival.record.config, rung=choice.rung, record=rival.record, layer=rival.layer)
+        served = Served(config=rival.record.config, rung=rung, record=rival.record, layer=rival.layer)
         workload = replace(
             self._workload,
             batch=sizes.batch,

@@ -30,7 +30,6 @@ from flashgen.core.lengths import ANY
 from flashgen.core.nearest import Position, decode_position, distance
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization
-from flashgen.db.layers import PACKAGED, SHIPPED
 from flashgen.runtime.lookup.ladder import (
     FIRST_EXACT,
     LAST_EXACT,
@@ -104,8 +103,8 @@ def _rungs(
     at = decode_position(sizes.nheads // sizes.nheads_k, sizes.seqlen_k, sizes.batch * sizes.nheads_k)
     here, elsewhere, none = _near(choices.here, at), _near(choices.elsewhere, at), "no such record"
     exact = [one for one in here if class_of(Sizes.of(one.record.workload)) == sizes]
-    yield FIRST_EXACT, [one for one in exact if not one.layer.startswith((PACKAGED, SHIPPED))], none
-    yield LAST_EXACT, [one for one in exact if one.layer.startswith((PACKAGED, SHIPPED))], none
+    yield FIRST_EXACT, [one for one in exact if one.is_users], none
+    yield LAST_EXACT, [one for one in exact if not one.is_users], none
     own = [one for one in here if one not in exact]
     nearest = _first_able(own, spec, sizes, device)
     others = partial(_first_able, elsewhere, spec, sizes, device)

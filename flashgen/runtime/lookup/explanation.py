@@ -28,7 +28,7 @@ from flashgen.runtime.lookup.ladder import LAST_EXACT, Served
 from flashgen.runtime.lookup.mixed import launches
 from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_pass
 from flashgen.runtime.lookup.records import Records
-from flashgen.runtime.lookup.rules import Expected, Leaf, answers
+from flashgen.runtime.lookup.rules import Answers, Expected, Leaf, answers
 
 GENERATED = "generated"
 
@@ -75,7 +75,7 @@ class Explanation:
         rule = self.served.rule
         if leaf is None or rule is None:
             return ""
-        return f"by the rule of its class, for {rule.words(answers(Sizes.of(self.workload).in_blocks()))}"
+        return f"by the rule of its class, for {rule.words(self._answers)}"
 
     @property
     def expected(self) -> Expected | None:
@@ -86,10 +86,15 @@ class Explanation:
         return self._leaf.expected if self._leaf is not None else rule.nearest
 
     @property
+    def _answers(self) -> Answers:
+        """What a rule is told of the call, as on the ladder."""
+        return answers(Sizes.of(self.workload).in_blocks())
+
+    @property
     def _leaf(self) -> Leaf | None:
         """That of the rule, if its config serves."""
         rule, record = self.served.rule, self.served.record
-        leaf = None if rule is None else rule.leaf(answers(Sizes.of(self.workload).in_blocks()))
+        leaf = None if rule is None else rule.leaf(self._answers)
         return leaf if leaf is not None and record is not None and record.config == leaf.config else None
 
     @property

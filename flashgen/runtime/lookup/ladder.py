@@ -50,7 +50,7 @@ from flashgen.core.nearest import Position, distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization, Workload
-from flashgen.db.layers import PACKAGED, SHIPPED
+from flashgen.db.layers import SHIPPED
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 from flashgen.runtime.lookup.rules import Rule, answers
 
@@ -164,7 +164,7 @@ def _rungs(workload: Workload, choices: Choices, sizes: Sizes) -> Iterator[tuple
     if nearer is not None:
         yield NEAREST_HERE, (), NEARER_ELSEWHERE
         yield NEAREST_ELSEWHERE, (nearer,), none
-    yield NEAREST_HERE, itertools.chain(_here(workload, choices), _nearest(workload, choices.twins)), none
+    yield NEAREST_HERE, itertools.chain(_here(workload, choices, sizes), _nearest(workload, choices.twins)), none
     for rung, candidates in ((NEAREST_ELSEWHERE, choices.elsewhere), (PREDICTED, choices.predicted)):
         yield rung, _nearest(workload, candidates), none
 
@@ -188,7 +188,7 @@ def _first_able(workload: Workload, candidates: tuple[Candidate, ...], sizes: Si
 
 
 def _exact_rung(candidate: Candidate) -> int:
-    return LAST_EXACT if candidate.layer.startswith((PACKAGED, SHIPPED)) else FIRST_EXACT
+    return FIRST_EXACT if candidate.is_users else LAST_EXACT
 
 
 def _faster_twin(twins: tuple[Candidate, ...], own: TuningRecord, rung: int) -> Candidate | None:
@@ -216,12 +216,11 @@ def _by_twin(twin: Candidate, own: TuningRecord, skipped: list[str]) -> Served:
     return Served(config=twin.record.config, rung=rung, record=twin.record, layer=twin.layer, skipped=above, slower=own)
 
 
-def _here(workload: Workload, choices: Choices) -> Iterator[Candidate]:
+def _here(workload: Workload, choices: Choices, sizes: Sizes) -> Iterator[Candidate]:
     """The records of the class, the nearest first; before that the nearest one with the config that a rule names.
 
     A rule was made from what ships, so that it does not come before a record of the user that is nearer.
     """
-    sizes = Sizes.of(workload).in_blocks()
     leaf = None if choices.rule is None else choices.rule.leaf(answers(sizes))
     if leaf is not None:
         nearest = _first_able(workload, choices.here, sizes)

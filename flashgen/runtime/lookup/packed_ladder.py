@@ -35,7 +35,6 @@ from flashgen.core.lengths import ANY
 from flashgen.core.nearest import Position, distance, packed_position, pages_apart, visible_keys
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization, Workload
-from flashgen.db.layers import PACKAGED, SHIPPED
 from flashgen.runtime.lookup.ladder import (
     FIRST_EXACT,
     LAST_EXACT,
@@ -200,9 +199,8 @@ def _rungs(
     choices, plainer = records.choices(spec, device), records.plainer(spec, device)
     pages, here = records.other_pages(spec, device), _ranked(choices.here, sizes, spec)
     exact = [one for _, one in here if spec.is_measured and PackedSizes.of(one.record.workload).largest == sizes]
-    is_shipped = [one.layer.startswith((PACKAGED, SHIPPED)) for one in exact]
-    yield FIRST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if not shipped]
-    yield LAST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if shipped]
+    yield FIRST_EXACT, [one for one in exact if one.is_users]
+    yield LAST_EXACT, [one for one in exact if not one.is_users]
     inexact = tuple(one for one in choices.here if one not in exact)
     own = _ranked((*inexact, *pages.here), sizes, spec) + _ranked(choices.twins, sizes, spec)
     yield NEAREST_HERE, _with_plainer(own, _ranked(plainer.here, sizes, spec))

@@ -20,8 +20,7 @@ from flashgen.runtime.lookup.rules import Rule, shipped_rules
 class Candidate:
     """One record of a class, with what every look-up asks of it.
 
-    `config` is the record's, or what stands for it where the call has pages or functions and the record has none. Of
-    records that are as far, the first in `order` serves: those of the user come before those that ship.
+    `config` is the record's, or what stands for it where the call has pages or functions and the record has none.
     """
 
     record: TuningRecord
@@ -29,7 +28,13 @@ class Candidate:
     config: Config
     reason: str | None  # why that cannot serve here
     position: Position
-    order: tuple[bool, str]
+    is_users: bool  # and came neither with flashgen nor with a package of records
+    key: str
+
+    @property
+    def order(self) -> tuple[bool, str]:
+        """Of records that are as far the first one serves: those of the user come before those that ship."""
+        return not self.is_users, self.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +124,8 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
         config=config,
         reason=reason,
         position=position(record.workload),
-        order=(layer.startswith((PACKAGED, SHIPPED)), record.workload.key),
+        is_users=not layer.startswith((PACKAGED, SHIPPED)),
+        key=record.workload.key,
     )
 
 
