@@ -1,4 +1,4 @@
-"""One workload, several implementations: each is checked, then they take turns in balanced order.
+"""One workload, several implementations: each is checked, then they take turns in balanced order, on a warm card.
 
 The device's time is measured in the same way for all of them: from CUDA graphs up to `GRAPH_BELOW_MS`, where the time
 that some of them take on the host (FlashAttention-3 and -4 about 0.1 ms a call) could not be hidden, and queued above.
@@ -10,7 +10,7 @@ import gc
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -25,7 +25,8 @@ from flashgen.core.workload import Workload
 from flashgen.measure.baselines import SAME_FUNCTION
 from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.inputs import rotation_copies
-from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure, orders
+from flashgen.measure.protocol import SETTLE_S
+from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure, orders, settle
 
 GRAPH_BELOW_MS = 2.0
 """Many times what any implementation takes on the host for a call, autograd and the wrappers of torch.compile included.
@@ -51,11 +52,12 @@ class RaceStopwatch(Stopwatch, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Length of a visit: `warm_ms` unmeasured, then `window_ms` measured, `rounds` times."""
+    """Length of a visit: `warm_ms` unmeasured, then `window_ms` measured, `rounds` times; before all, `settle_ms`."""
 
     warm_ms: float
     window_ms: float
     rounds: int
+    settle_ms: float = 1e3 * SETTLE_S
 
 
 TRIAL = Pace(warm_ms=20.0, window_ms=40.0, rounds=2)
@@ -141,6 +143,9 @@ def _race(
     reasons = {each.impl.name: each.made for each in entrants if isinstance(each.made, str)}
     runners = [each.impl for each in entrants if each.impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
+    if runners:
+        with suppress(Exception):  # what fails here fails in its first window, which says so
+            settle(entries[runners[0].name].unit, stopwatch, settle_ms=pace.settle_ms)
     for order in orders(len(runners), pace.rounds):
         for impl in (runners[turn] for turn in order if runners[turn].name not in reasons):
             seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))

@@ -228,6 +228,7 @@ class Tables:
             rounds=RACE_ROUNDS,
             warm_s=RACE_WARM_S,
             window_s=RACE_WINDOW_S,
+            reference=False,
             hard=True,
         )
         notes.race("near", job, self.executor.race(job))

@@ -28,6 +28,7 @@ from benchmarks.varlen_cases import PACKS, Pack, PackTensors, tensors_of
 from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of, with_flex
 from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
+from flashgen.measure.protocol import SETTLE_S
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, interleave, make_unit, measure
 from flashgen.tuning.shards import Shard
@@ -84,7 +85,9 @@ def race(
     made = {each.impl.name: each.made for each in entrants}
     runners = [(name, found) for name, found in made.items() if not isinstance(found, str)]
     units = [unit for _, (unit, _) in runners]
-    windows = interleave(units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms)
+    windows = interleave(
+        units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms, settle_ms=1e3 * SETTLE_S
+    )
     times = {
         name: share * statistics.median(window.ms for window in each)
         for (name, (_, share)), each in zip(runners, windows, strict=True)

@@ -21,6 +21,10 @@ Outcome = Measurement | Failure
 ALIGNMENT_BYTES = 16
 """What the `aligned` flags of a specialization promise."""
 
+SETTLE_S = 0.7
+"""Seconds of load before the first window of a race. A card that was idle is 2 to 13% faster in the first 0.4 s, and
+then for 0.1 s up to 6% slower (docs/decisions/settled-races.md)."""
+
 MOST_WINDOW_S = 60.0
 """Every window is shorter: a whole last race takes a minute."""
 
@@ -97,9 +101,11 @@ class RaceJob:
     In each of the `rounds`, every config (and the reference kernel, and with `baselines` every SDPA backend that can
     run) gets `warm_s` seconds unmeasured and `window_s` seconds measured. With `hard`, every config gets the same
     beside that on the workload's hard data, on which it must be right, too; where there is no memory for a second set
-    of inputs, times on hard data are left out. A race therefore takes about `rounds * (windows + others) * (warm_s +
-    window_s)` seconds, `windows` being one or two for each config. The defaults are those of finals; a second look at
-    many candidates within a few per cent of each other takes shorter windows.
+    of inputs, times on hard data are left out. A race therefore takes about `settle_s + rounds * (windows + others) *
+    (warm_s + window_s)` seconds, `windows` being one or two for each config and `settle_s` load before the first one
+    that nobody measures. The defaults are those of finals; a second look at many candidates within a few per cent of
+    each other takes shorter windows, and no reference kernel (`reference`): behind one that draws less power the next
+    config would have a higher clock.
 
     With a `rule` a race ends as soon as that is sure of who wins, and configs leave it before; `rounds` are the most it
     may have.
@@ -110,6 +116,8 @@ class RaceJob:
     rounds: int = 4
     warm_s: float = 0.1
     window_s: float = 0.3
+    settle_s: float = SETTLE_S
+    reference: bool = True
     baselines: bool = False
     hard: bool = False
     rule: Rule | None = None
@@ -122,6 +130,7 @@ class RaceJob:
         if self.rounds < 1:
             raise MeasureError(f"a race has at least one round, got {self.rounds}")
         check_window(self.window_s, self.warm_s)
+        check_window(self.window_s, self.settle_s)
 
     @property
     def windows(self) -> int:
@@ -134,7 +143,8 @@ class RaceJob:
         """About the most seconds that all windows take, with three backends of torch beside them."""
         round_s = (self.windows + 3) * (self.warm_s + self.window_s)
         limit_s = self.rule.limit_s if self.rule else None
-        return round_s * self.rounds if limit_s is None else min(round_s * self.rounds, limit_s + 2 * round_s)
+        rounds_s = round_s * self.rounds if limit_s is None else min(round_s * self.rounds, limit_s + 2 * round_s)
+        return self.settle_s + rounds_s
 
     def without(self, index: int) -> RaceJob:
         """The same race without the config at `index`, which is not the only one."""

@@ -181,6 +181,7 @@ class Judge:
             rounds=job.rounds,
             warm_ms=1e3 * job.warm_s,
             window_ms=1e3 * job.window_s,
+            settle_ms=1e3 * job.settle_s,
             before=lambda turn: self._announce("launch", turns[turn][0]),
             going_on=self._referee(job, racers, turns),
         )
@@ -227,12 +228,12 @@ class Judge:
         return candidate, tuple(units)
 
     def _others(self, state: State, job: RaceJob, first: int | None) -> dict[str, Unit]:
-        """The reference kernel first, and the other baselines if they are asked for and can run.
+        """The reference kernel first, and the other baselines, if they are asked for and can run.
 
         One of a mixed batch is two launches, its chunks by the `first` config that races.
         """
         self._announce("launch", len(job.configs))
-        reference = self._bench.reference(state)
+        reference = self._bench.reference(state) if job.reference else None
         units = {impl: self._bench.sdpa(state, impl) for impl in BACKENDS} if job.baselines else {}
         found = {impl: unit for impl, unit in units.items() if unit is not None}
         found = found or ({} if reference is None else {REFERENCE: reference})

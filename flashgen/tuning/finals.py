@@ -3,9 +3,10 @@
 Short windows rank by temperature on a power-capped card, so everything within `near_share` of the best is timed again,
 interleaved, and those that are still within `last_share` meet the default and the incumbent in long windows in balanced
 order, unless these are far behind. Both races are on normal and on hard data, and the geometric mean of both times
-counts. The last race has as many rounds as it needs to be sure (`measure.sequential`): a config takes the place of the
-one in use only if it beats that, in at most one of twenty races of equally fast ones. Where none is in use, the
-simplest stays of those that are about as fast. A short budget has fewer configs and shorter windows (`Finals.within`).
+counts. Each begins with load that nobody measures, and the first has no other kernels beside the configs. The last race
+has as many rounds as it needs to be sure (`measure.sequential`): a config takes the place of the one in use only if it
+beats that, in at most one of twenty races of equally fast ones. Where none is in use, the simplest stays of those that
+are about as fast. A short budget has fewer configs and shorter windows (`Finals.within`).
 
 The search itself sees normal data alone, which decides who is near the best: since references of exponentials follow
 the row sums, a config's time on hard data is a few per cent from that on normal data, and `near_share` is more.
@@ -25,7 +26,7 @@ from flashgen.core.errors import TuningError
 from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
 from flashgen.measure import sequential
-from flashgen.measure.protocol import check_window
+from flashgen.measure.protocol import SETTLE_S, check_window
 from flashgen.measure.scores import compared
 from flashgen.measure.sequential import LEAST_ROUNDS, Times, beats, gains, odds_faster
 
@@ -67,6 +68,7 @@ class Finals:
         last: configs of the last race, the default and the incumbent not counted.
         near_share: how far behind the best of the search a config may be to take part in the first race.
         near_most: configs of the first race.
+        settle_s: seconds of load before the first window of each race.
         last_share: how far behind the best of the first race a config may be to take part in the last one.
         guard_share: how far behind the best of the search the default and the incumbent may be to be raced again.
     """
@@ -81,12 +83,17 @@ class Finals:
     near_window_s: float = 0.03
     near_warm_s: float = 0.01
     near_rounds: int = 3
+    settle_s: float = SETTLE_S
     last_share: float = 0.03
     guard_share: float = 0.25
 
     def __post_init__(self) -> None:
         check_fields(self, TuningError)
-        for window_s, warm_s in ((self.window_s, self.warm_s), (self.near_window_s, self.near_warm_s)):
+        for window_s, warm_s in (
+            (self.window_s, self.warm_s),
+            (self.near_window_s, self.near_warm_s),
+            (self.window_s, self.settle_s),
+        ):
             check_window(window_s, warm_s, TuningError)
         if not 0 < self.limit_s < math.inf:
             raise TuningError(f"finals last a finite time above 0 s, got {self.limit_s}")
@@ -94,13 +101,13 @@ class Finals:
             raise TuningError(f"finals have at least one round and one config, got {self}")
 
     def near_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
-        """Expected seconds of the first race, with its reference kernel, on so many kinds of data."""
-        return self.near_rounds * (kinds * configs + 1) * (self.near_warm_s + self.near_window_s)
+        """Expected seconds of the first race, on so many kinds of data."""
+        return self.settle_s + self.near_rounds * kinds * configs * (self.near_warm_s + self.near_window_s)
 
     def last_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of the last race, with its baselines: as many rounds of all configs as it usually has."""
         usual = min(self.rounds, USUAL_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
-        return min(usual, self.limit_s)
+        return min(self.settle_s + usual, self.limit_s)
 
     def needed_s(self, near: int, guards: int, kinds: int = KINDS_OF_DATA, ready_s: float = 0.0) -> float:
         """Expected seconds of both races with `near` configs close to the best: no first race where these are few.
@@ -113,7 +120,8 @@ class Finals:
 
     def least_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Seconds of the fewest rounds of the last race that can be sure."""
-        return min(self.rounds, LEAST_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
+        least = min(self.rounds, LEAST_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
+        return self.settle_s + least
 
     def within(
         self, seconds: float, near: int, guards: int, kinds: int = KINDS_OF_DATA, ready_s: float = 0.0

@@ -279,6 +279,8 @@ class MeasuredSearch(MeasuredWorkload):
                 rounds=finals.near_rounds,
                 warm_s=finals.near_warm_s,
                 window_s=finals.near_window_s,
+                settle_s=finals.settle_s,
+                reference=False,
                 hard=True,
             )
             results, _ = self._race(job, "near", finals.near_s(len(near), self._kinds))

@@ -57,6 +57,7 @@ class MeasuredWorkload:
             rounds=finals.rounds,
             warm_s=finals.warm_s,
             window_s=finals.window_s,
+            settle_s=finals.settle_s,
             baselines=True,
             hard=True,
             rule=Rule(champion=champion, limit_s=limit_s),

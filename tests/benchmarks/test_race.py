@@ -36,7 +36,7 @@ SHAPES = [
     Workload(batch=1, nheads=4, nheads_k=2, seqlen_q=40, seqlen_k=70, head_dim=32, causal=True),
 ]
 CPU = torch.device("cpu")
-PACE = Pace(warm_ms=10.0, window_ms=20.0, rounds=4)
+PACE = Pace(warm_ms=10.0, window_ms=20.0, rounds=4, settle_ms=0.0)
 
 
 @dataclass

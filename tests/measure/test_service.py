@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,10 @@ def odd_problems_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(**knobs: int | str | bool) -> Config:
     return Config.of("portable_forward", knobs)
+
+
+BRIEF: Any = {"warm_s": 0.002, "window_s": 0.004, "settle_s": 0.0}
+"""A race of few calls, each of which is computed by torch on the CPU."""
 
 
 @dataclass
@@ -147,9 +152,7 @@ class Table:
         )
 
     def race(self, *configs: Config, hard: bool = False) -> RaceResult:
-        result = self.judge.race(
-            RaceJob(workload=SMALL, configs=configs, rounds=3, warm_s=0.002, window_s=0.004, baselines=True, hard=hard)
-        )
+        result = self.judge.race(RaceJob(workload=SMALL, configs=configs, rounds=3, **BRIEF, baselines=True, hard=hard))
         assert isinstance(result, RaceResult), result
         return result
 
@@ -281,13 +284,39 @@ def test_a_race_has_an_outcome_for_each_config_in_order() -> None:
     assert result.baselines == ()
 
 
+@pytest.mark.parametrize("reference", [True, False])
+def test_a_race_has_the_reference_kernel_beside_it_unless_it_is_told_not_to(reference: bool) -> None:
+    table = Table(toolchain=EmulatedToolchain(default_config=config(ms=8)))
+    job = RaceJob(workload=SMALL, configs=(config(ms=2), config(ms=3)), rounds=2, **BRIEF, reference=reference)
+    result = table.judge.race(job)
+    assert isinstance(result, RaceResult)
+    first, second = result.outcomes
+    assert isinstance(first, Measurement)
+    assert isinstance(second, Measurement)
+    assert (first.times_ms, second.times_ms) == ((2.0, 2.0), (3.0, 3.0))
+    assert first.reference_ms == second.reference_ms == (8.0 if reference else None)
+
+
+def test_a_race_begins_with_load_that_nobody_measures() -> None:
+    """The first config runs for `settle_s`, and no window is longer or missing for that."""
+    one, calls = config(ms=2), []
+    for settle_s in (0.0, 0.1):
+        table = Table()
+        job = RaceJob(workload=SMALL, configs=(one,), rounds=2, warm_s=0.002, window_s=0.004, settle_s=settle_s)
+        result = table.judge.race(job)
+        assert isinstance(result, RaceResult)
+        (outcome,) = result.outcomes
+        assert isinstance(outcome, Measurement)
+        assert outcome.times_ms == (2.0, 2.0)
+        calls.append(table.toolchain.kernels[one].calls)
+    assert calls[1] - calls[0] == 50
+
+
 @EXHAUSTIVE
 def test_a_race_with_a_rule_ends_when_it_is_sure_and_lets_go_who_is_behind() -> None:
     table = Table(toolchain=EmulatedToolchain(default_config=config(ms=8)))
     configs = (config(ms=4), config(build_error=True), config(ms=2), config(ms=3))
-    job = RaceJob(
-        workload=SMALL, configs=configs, rounds=40, warm_s=0.002, window_s=0.004, rule=Rule(champion=0), hard=True
-    )
+    job = RaceJob(workload=SMALL, configs=configs, rounds=40, **BRIEF, rule=Rule(champion=0), hard=True)
     result = table.judge.race(job)
     assert isinstance(result, RaceResult)
     served, failed, fast, _ = result.outcomes
@@ -369,8 +398,7 @@ def test_an_error_in_the_middle_of_a_race_can_be_blamed() -> None:
         workload=SMALL,
         configs=(config(ms=2), config(ms=1, error_at_call=20)),
         rounds=3,
-        warm_s=0.002,
-        window_s=0.004,
+        **BRIEF,
     )
     failure = table.judge.race(job)
     assert isinstance(failure, Failure)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from flashgen.measure.protocol import SETTLE_S
 from flashgen.measure.timing import (
     GRAPH,
     GRAPH_BELOW_MS,
@@ -240,6 +241,36 @@ def test_interleaving_cancels_a_card_that_slows_down() -> None:
     mean_a, mean_b = (sum(w.ms for w in each) / 4 for each in (a, b))
     assert mean_a == pytest.approx(mean_b, rel=0.005)
     assert a[3].ms > 1.1 * a[0].ms
+
+
+BOOST_MS, SLUMP_MS = 400.0, 500.0
+"""Of load: until when a card that was idle is faster, and then until when slower (docs/decisions/settled-races.md)."""
+
+
+@pytest.mark.parametrize("settle_ms", [0.0, 1e3 * SETTLE_S])
+def test_a_race_that_settles_begins_after_what_a_pause_does_to_the_clock(settle_ms: float) -> None:
+    """Four equal kernels, three rounds: without load before, the one whose window falls into the slump is behind."""
+
+    class Rested(FakeGpu):
+        def kernel(self, ms: float) -> None:
+            super().kernel(ms * (0.98 if self.now_ms < BOOST_MS else 1.06 if self.now_ms < SLUMP_MS else 1.0))
+
+    gpu = Rested()
+    seen: list[int] = []
+    kernels = [Unit(run=lambda: gpu.kernel(1.0), calls=1, ms=1.0) for _ in range(4)]
+    pace = {"warm_ms": 33.0, "window_ms": 100.0, "settle_ms": settle_ms}
+    windows = interleave(kernels, gpu, rounds=3, before=seen.append, **pace)
+    means = [sum(each.ms for each in found) / len(found) for found in windows]
+    if settle_ms:
+        assert means == pytest.approx([1.0] * 4)
+        assert seen[:2] == [0, 0], "who settles is announced, so that a crash can be blamed"
+    else:
+        assert means[3] > 1.01 * means[0], "else nothing was there to settle"
+        assert len(seen) == 12
+
+
+def test_a_race_of_nobody_settles_nothing() -> None:
+    assert interleave([], FakeGpu(), rounds=2, warm_ms=1.0, window_ms=1.0, settle_ms=700.0) == ()
 
 
 def test_the_clock_is_the_median_of_those_that_know_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Measurement
-from flashgen.measure.protocol import RaceJob
+from flashgen.measure.protocol import SETTLE_S, RaceJob
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.finals import Finals, choose, confidence, near_best, runners_up, with_guards
 from tests.tuning.runs import CAUSAL
@@ -113,10 +113,11 @@ def test_what_was_timed_on_hard_data_is_judged_by_it() -> None:
 
 def test_expected_time_counts_every_window() -> None:
     finals = Finals(window_s=0.3, warm_s=0.1, rounds=4)
-    assert finals.last_s(7) == pytest.approx(4 * (2 * 7 + 3) * 0.4)  # each config on two kinds of data
+    assert finals.last_s(7) == pytest.approx(SETTLE_S + 4 * (2 * 7 + 3) * 0.4)  # each config on two kinds of data
+    assert finals.near_s(7) == pytest.approx(SETTLE_S + 3 * 2 * 7 * 0.04)
 
 
-@pytest.mark.parametrize("name", ["window_s", "near_window_s", "warm_s", "near_warm_s", "limit_s"])
+@pytest.mark.parametrize("name", ["window_s", "near_window_s", "warm_s", "near_warm_s", "settle_s", "limit_s"])
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_times_of_finals_are_finite(name: str, seconds: float) -> None:
     with pytest.raises(TuningError, match=r"finals last|a window lasts"):
@@ -135,7 +136,7 @@ def test_windows_of_finals_are_such_as_an_executor_takes() -> None:
 def test_finals_of_few_configs_need_less_time() -> None:
     finals = Finals(rounds=2)
     assert finals.expected_s == finals.needed_s(finals.near_most, 2)
-    assert finals.needed_s(1, 0) == pytest.approx(2 * (2 + 3) * 0.4)
+    assert finals.needed_s(1, 0) == pytest.approx(SETTLE_S + 2 * (2 + 3) * 0.4)
     assert finals.needed_s(5, 2) == finals.last_s(7)
     assert finals.needed_s(9, 2) == finals.last_s(7) + finals.near_s(9)
     costs = [finals.needed_s(near, 1) for near in range(1, 13)]
@@ -153,7 +154,7 @@ def test_finals_get_smaller_until_they_fit_and_no_smaller() -> None:
     assert len(set(sizes)) > 4
     sound = [replace(each, rounds=3).needed_s(12, 2, 3, 0.2) for each in found]
     assert sound == sorted(sound, reverse=True)
-    assert all(needed <= seconds for needed, seconds in zip(sound, range(40, 6, -1), strict=False))
+    assert all(needed <= seconds for needed, seconds in zip(sound, range(40, 7, -1), strict=False))
     assert {each.rounds for each in found} == {usual.rounds}, "a race that has the time goes on until it is sure"
     short = Finals(window_s=0.05, warm_s=0.0, last=1)
     assert (short.within(1.0, 12, 2).window_s, short.within(1.0, 12, 2).last) == (0.05, 1), "as it was asked for"

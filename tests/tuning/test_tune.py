@@ -88,6 +88,14 @@ def test_finals_have_the_best_the_default_and_baselines(store: Store) -> None:
     assert min(true_ms(CAUSAL, config) for config in last.configs) <= 1.01 * fastest
 
 
+def test_both_races_settle_and_the_first_has_no_other_kernel_beside_its_configs(store: Store) -> None:
+    executor = FakeExecutor()
+    run(store, executor=executor, finals=dataclasses.replace(FINALS, last=1, near_share=0.5))
+    near, last = executor.races
+    assert near.settle_s == last.settle_s == FINALS.settle_s > 0
+    assert (near.reference, last.reference) == (False, True), "behind another kernel the clock is another one"
+
+
 def test_a_time_that_no_kernel_reaches_is_a_failure_of_its_config_and_ends_no_search(store: Store) -> None:
     """A timer that fails once: such a time would win, and no database takes it."""
     calls = itertools.count()
