@@ -22,6 +22,19 @@ def compared(measured: Mapping[C, Measurement]) -> dict[C, Measurement]:
     return {each: _together(found, best) if best else found.balanced for each, found in measured.items()}
 
 
+def least(found: Measurement) -> Measurement:
+    """The same with one time, the least of its windows, on each kind of data and each profile of lengths.
+
+    Short windows after a pause are slower by what ran before them, and not faster (docs/decisions/levels.md).
+    """
+    return replace(
+        found,
+        times_ms=(min(found.times_ms),),
+        hard_times_ms=(min(found.hard_times_ms),) if found.hard_times_ms else (),
+        profile_times_ms=tuple((name, (min(times),)) for name, times in found.profile_times_ms),
+    )
+
+
 def _best(measured: Collection[Measurement]) -> dict[str, float]:
     """The least median on each profile; empty where there are none. The first one, which all have, is ""."""
     best: dict[str, float] = {}

@@ -19,7 +19,7 @@ from flashgen.core.record import Failure, Measurement, TuningRecord
 from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import specialization
-from flashgen.measure.scores import compared
+from flashgen.measure.scores import compared, least
 from flashgen.tuning.levels import Levels
 
 LEAST_CONFIGS = 16
@@ -100,14 +100,14 @@ def ratios_of(log: SearchLog) -> dict[Config, float]:
 
 
 def levelled(log: SearchLog) -> dict[Config, Measurement | Failure]:
-    """What each config of a search gave, its times in the unit of the first evaluation's clock."""
+    """What each config of a search gave: the least of its windows, in the unit of the first session's clock."""
     levels, places = Levels(), {}
     for trial in log.trials:
         if isinstance(trial.outcome, Measurement) and trial.outcome.reference_ms is not None:
             places[trial.config] = levels.add(trial.outcome.reference_ms)
     factors = {config: levels.factor(place) for config, place in places.items()}
     return {
-        trial.config: trial.outcome.times(factors.get(trial.config, 1.0))
+        trial.config: least(trial.outcome).times(factors.get(trial.config, 1.0))
         if isinstance(trial.outcome, Measurement)
         else trial.outcome
         for trial in log.trials

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, Measurement
 from flashgen.measure.protocol import Outcome
-from flashgen.measure.scores import compared
-from flashgen.tuning.levels import UNSETTLED, Levels
+from flashgen.measure.scores import compared, least
+from flashgen.tuning.levels import Levels
 
 
 class Tally:
@@ -18,7 +18,7 @@ class Tally:
         has_profiles: whether the workload is timed on several profiles of lengths.
 
     Attributes:
-        measured: the configs that were timed, with times that compare.
+        measured: the configs that were timed, with the least of their windows, as it compares with all others.
         failures: how many candidates failed, by stage.
     """
 
@@ -28,24 +28,27 @@ class Tally:
         self._has_profiles = has_profiles
         self._reasons: dict[str, str] = {}
         self._levels = Levels()
-        self._unsettled: deque[tuple[Config, Measurement, tuple[int, int]]] = deque(maxlen=UNSETTLED)
+        self._session: dict[Config, tuple[Measurement, tuple[int, int]]] = {}
 
     def resume(self) -> None:
         """What follows was measured at another time than what was counted so far."""
         self._levels.resume()
+        self._session.clear()
 
     def count(self, config: Config, outcome: Outcome) -> None:
         """Take an outcome into account; that of a config that was measured before takes its place."""
         if isinstance(outcome, Failure):
             self.measured.pop(config, None)
+            self._session.pop(config, None)
             self.failures[outcome.stage] += 1
             self._reasons.setdefault(outcome.stage, outcome.reason)
             return
-        self.measured[config] = outcome
+        self.measured[config] = least(outcome)
+        self._session.pop(config, None)
         if outcome.reference_ms is not None:
-            self._unsettled.append((config, outcome, self._levels.add(outcome.reference_ms)))
-        for each, measurement, place in self._unsettled:
-            self.measured[each] = measurement.times(self._levels.factor(place))
+            self._session[config] = (self.measured[config], self._levels.add(outcome.reference_ms))
+            for each, (measurement, place) in self._session.items():  # their level may be another one now
+                self.measured[each] = measurement.times(self._levels.factor(place))
 
     def levelled(self, config: Config, outcome: Outcome) -> Outcome:
         """An outcome that was counted as a search is told it, with a time that compares."""
