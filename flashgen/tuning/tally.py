@@ -48,7 +48,8 @@ class Tally:
         if outcome.reference_ms is not None:
             self._session[config] = (self.measured[config], self._levels.add(outcome.reference_ms))
             for each, (measurement, place) in self._session.items():  # their level may be another one now
-                self.measured[each] = measurement.times(self._levels.factor(place))
+                factor = self._levels.factor(place)
+                self.measured[each] = measurement if factor == 1.0 else measurement.times(factor)
 
     def levelled(self, config: Config, outcome: Outcome) -> Outcome:
         """An outcome that was counted as a search is told it, with a time that compares."""
