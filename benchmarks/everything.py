@@ -64,9 +64,9 @@ def _training(task: str, seconds: float) -> Benchmark:
 
 
 BENCHMARKS: tuple[Benchmark, ...] = (
-    _race("forward", 410, "--suite", "forward"),
-    _race("forward_fp16", 180, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward"),
-    Benchmark(name="data", module="data", seconds=360, is_sharded=True, has_limit=True),
+    _race("forward", 500, "--suite", "forward"),
+    _race("forward_fp16", 225, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward"),
+    Benchmark(name="data", module="data", seconds=490, is_sharded=True, has_limit=True),
     Benchmark(name="unseen", module="unseen", seconds=700, is_sharded=True, has_limit=True),
     Benchmark(name="varlen", module="varlen", seconds=800, is_sharded=True, has_limit=True),
     _race("backward", 770),
@@ -76,7 +76,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True),
     Benchmark(name="functions", module="functions", seconds=300, options=("--prepare", "8"), has_limit=True),
     Benchmark(name="packed_training", module="packed_training", seconds=120, has_limit=True),
-    Benchmark(name="overhead", module="overhead", seconds=160),
+    Benchmark(name="overhead", module="overhead", seconds=75),
     Benchmark(name="memory", module="memory", seconds=90),
     Benchmark(name="spread", module="spread", seconds=30),
     Benchmark(name="dropout", module="dropout", seconds=60),
