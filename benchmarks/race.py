@@ -10,7 +10,7 @@ import gc
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -26,7 +26,7 @@ from flashgen.measure.baselines import SAME_FUNCTION
 from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.protocol import SETTLE_S
-from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure, orders, settle
+from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure, orders
 
 GRAPH_BELOW_MS = 2.0
 """Many times what any implementation takes on the host for a call, autograd and the wrappers of torch.compile included.
@@ -143,9 +143,9 @@ def _race(
     reasons = {each.impl.name: each.made for each in entrants if isinstance(each.made, str)}
     runners = [each.impl for each in entrants if each.impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
-    if runners:
-        with suppress(Exception):  # what fails here fails in its first window, which says so
-            settle(entries[runners[0].name].unit, stopwatch, settle_ms=pace.settle_ms)
+    if runners and pace.settle_ms > 0:
+        first = entries[runners[0].name].unit  # where this fails, its first window does and says so
+        attempt(partial(measure, first, stopwatch, warm_ms=0.0, window_ms=pace.settle_ms))
     for order in orders(len(runners), pace.rounds):
         for impl in (runners[turn] for turn in order if runners[turn].name not in reasons):
             seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))

@@ -7,7 +7,7 @@ which the host does faster than the device works it off. `Unit.timing` says whic
 
 Under a power cap the clock follows what ran in the last tenths of a second. So candidates take turns, every one of
 them runs for a while before its measured window starts, and the order of the turns changes from round to round. A race
-begins with load that nobody measures (`settle`).
+may begin with load that does not count.
 """
 
 from __future__ import annotations
@@ -177,13 +177,6 @@ def measure(unit: Unit, stopwatch: Stopwatch, *, warm_ms: float, window_ms: floa
     return Window(ms=total / (repeats * unit.calls), sm_clock_mhz=stopwatch.sm_clock_mhz())
 
 
-def settle(unit: Unit, stopwatch: Stopwatch, *, settle_ms: float) -> None:
-    """Run `unit` for about `settle_ms` and measure nothing: after a pause the clock is another one for a while."""
-    if settle_ms > 0:
-        with unit.context():
-            stopwatch.elapsed_ms(lambda: _repeat(unit.run, max(1, round(settle_ms / unit.ms))), _nothing)
-
-
 def orders(count: int, rounds: int) -> tuple[tuple[int, ...], ...]:
     """For each round the order in which `count` subjects take their turns.
 
@@ -213,7 +206,7 @@ def interleave(
 ) -> tuple[tuple[Window, ...], ...]:
     """Time `units` against each other; for each of them one window a round.
 
-    The first of them runs for `settle_ms` before all windows.
+    The first of them runs for `settle_ms` before all windows, because the clock is another one after a pause.
 
     `before` is told the index of the unit whose turn starts, so that a crash can be blamed. `going_on` is asked after
     each round, told all windows so far, which units have another one; none of them ends the race.
@@ -222,7 +215,7 @@ def interleave(
     racing: Sequence[int] = range(len(units))
     if units and settle_ms > 0:
         before(0)
-        settle(units[0], stopwatch, settle_ms=settle_ms)
+        measure(units[0], stopwatch, warm_ms=0.0, window_ms=settle_ms)
     for number in range(rounds):
         for place in _order(len(racing), number, rounds if going_on is None else MOST_ORDERS):
             index = racing[place]

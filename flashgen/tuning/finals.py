@@ -106,8 +106,7 @@ class Finals:
 
     def last_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of the last race, with its baselines: as many rounds of all configs as it usually has."""
-        usual = min(self.rounds, USUAL_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
-        return min(self.settle_s + usual, self.limit_s)
+        return min(self._rounds_s(USUAL_ROUNDS, configs, kinds), self.limit_s)
 
     def needed_s(self, near: int, guards: int, kinds: int = KINDS_OF_DATA, ready_s: float = 0.0) -> float:
         """Expected seconds of both races with `near` configs close to the best: no first race where these are few.
@@ -120,8 +119,12 @@ class Finals:
 
     def least_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Seconds of the fewest rounds of the last race that can be sure."""
-        least = min(self.rounds, LEAST_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
-        return self.settle_s + least
+        return self._rounds_s(LEAST_ROUNDS, configs, kinds)
+
+    def _rounds_s(self, rounds: int, configs: int, kinds: int) -> float:
+        """Seconds of a last race of so many rounds, with its baselines; it has no more than `self.rounds`."""
+        round_s = (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
+        return self.settle_s + min(self.rounds, rounds) * round_s
 
     def within(
         self, seconds: float, near: int, guards: int, kinds: int = KINDS_OF_DATA, ready_s: float = 0.0

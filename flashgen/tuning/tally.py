@@ -37,19 +37,17 @@ class Tally:
 
     def count(self, config: Config, outcome: Outcome) -> None:
         """Take an outcome into account; that of a config that was measured before takes its place."""
+        self._session.pop(config, None)
         if isinstance(outcome, Failure):
             self.measured.pop(config, None)
-            self._session.pop(config, None)
             self.failures[outcome.stage] += 1
             self._reasons.setdefault(outcome.stage, outcome.reason)
             return
         self.measured[config] = least(outcome)
-        self._session.pop(config, None)
         if outcome.reference_ms is not None:
             self._session[config] = (self.measured[config], self._levels.add(outcome.reference_ms))
             for each, (measurement, place) in self._session.items():  # their level may be another one now
-                factor = self._levels.factor(place)
-                self.measured[each] = measurement if factor == 1.0 else measurement.times(factor)
+                self.measured[each] = measurement.times(self._levels.factor(place))
 
     def levelled(self, config: Config, outcome: Outcome) -> Outcome:
         """An outcome that was counted as a search is told it, with a time that compares."""

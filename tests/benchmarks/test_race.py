@@ -145,6 +145,18 @@ def test_turns_are_balanced_and_windows_sustained() -> None:
     assert len(set(firsts)) == 3
 
 
+def test_a_race_begins_with_load_that_is_in_no_window() -> None:
+    took = []
+    for settle_ms in (0.0, 300.0):
+        gpu = FakeGpu()
+        pace = replace(PACE, settle_ms=settle_ms)
+        one = impl_of(gpu, "one", 3.0)
+        (result,) = race(SQUARE, [one], device=CATALOGUE[0], where=CPU, stopwatch=gpu, pace=pace)
+        assert [window.ms for window in result.windows] == pytest.approx([3.0] * PACE.rounds)
+        took.append(gpu.now_ms)
+    assert took[1] - took[0] == pytest.approx(300.0)
+
+
 def test_a_slow_implementation_gets_shorter_windows() -> None:
     gpu = FakeGpu()
     raced(gpu, impl_of(gpu, "fast", 2.5), impl_of(gpu, "slow", 2.5, share=0.5))
