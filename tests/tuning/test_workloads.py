@@ -127,7 +127,7 @@ def test_presets_match_the_models_configs(name: str) -> None:
 
 FEATURES = {
     # the features of a model's layers: window_left, softcap, alibi, sink, bias, mask
-    "bert-large": {(None, False, False, False, "", "keys")},
+    "bert-large": {(None, False, False, False, "", ""), (None, False, False, False, "", "keys")},
     "bert-large-training": {(None, False, False, False, "", ""), (None, False, False, False, "", "keys")},
     "gemma-2-9b": {(None, True, False, False, "", ""), (4095, True, False, False, "", "")},
     "gemma-3-4b": {(None, False, False, False, "", ""), (1023, False, False, False, "", "")},
