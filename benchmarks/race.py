@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,10 @@ from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, m
 GRAPH_BELOW_MS = 2.0
 """Many times what any implementation takes on the host for a call, autograd and the wrappers of torch.compile included.
 The estimate that is held against it contains the host's time, so that a short call of a slow host is below it, too."""
+
+SLOW = 1.5
+"""Times of the fastest one: what is slower draws so much less power that the clock rises in its turn, and with it the
+rate of whoever comes next. Such implementations take turns among themselves, behind the others."""
 
 HOST_SHARE = 0.5
 """Of the device's time: a host that takes more to launch a call may not be hidden by a queue."""
@@ -143,22 +147,40 @@ def _race(
     reasons = {each.impl.name: each.made for each in entrants if isinstance(each.made, str)}
     runners = [each.impl for each in entrants if each.impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
-    if runners and pace.settle_ms > 0:
-        first = entries[runners[0].name].unit  # where this fails, its first window does and says so
+    heats = by_load([entries[impl.name].unit.call_ms for impl in runners])
+    if heats and pace.settle_ms > 0:
+        first = entries[runners[heats[0][0]].name].unit  # where this fails, its first window does and says so
         attempt(partial(measure, first, stopwatch, warm_ms=0.0, window_ms=pace.settle_ms))
-    for order in orders(len(runners), pace.rounds):
-        for impl in (runners[turn] for turn in order if runners[turn].name not in reasons):
-            seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
-            if isinstance(seen, Window):
-                windows[impl.name].append(seen)
-            else:
-                reasons[impl.name] = seen
+    for index in turns(heats, pace.rounds):
+        impl = runners[index]
+        if impl.name in reasons:
+            continue
+        seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
+        if isinstance(seen, Window):
+            windows[impl.name].append(seen)
+        else:
+            reasons[impl.name] = seen
     return [
         Result(impl=each.impl, reason=reasons[each.impl.name], trials=each.trials)
         if each.impl.name in reasons
         else replace(_result(each.impl, entries[each.impl.name], windows[each.impl.name]), trials=each.trials)
         for each in entrants
     ]
+
+
+def by_load(times_ms: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+    """Who takes turns with whom, by what a call takes of each: those that load the card about alike, and the slow."""
+    limit = SLOW * min(times_ms, default=0.0)
+    fast = tuple(index for index, ms in enumerate(times_ms) if ms <= limit)
+    slow = tuple(index for index, ms in enumerate(times_ms) if ms > limit)
+    return tuple(each for each in (fast, slow) if each)
+
+
+def turns(heats: Iterable[Sequence[int]], rounds: int) -> Iterator[int]:
+    """Whose turn it is: all rounds of the first ones in balanced order, then those of the next."""
+    for heat in heats:
+        for order in orders(len(heat), rounds):
+            yield from (heat[place] for place in order)
 
 
 def _result(impl: Impl, entry: _Entry, windows: Sequence[Window]) -> Result:

@@ -20,7 +20,7 @@ from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.flex_variants import CHOICES
 from benchmarks.impls import results_of
 from benchmarks.provenance import Provenance, serve_generated
-from benchmarks.race import GRAPH_BELOW_MS, TRIAL, attempt
+from benchmarks.race import GRAPH_BELOW_MS, TRIAL, attempt, by_load
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
 from benchmarks.time_limit import TimeLimit
 from benchmarks.variants import Entrant, fastest
@@ -84,14 +84,17 @@ def race(
         print(*(f"    {trial}" for trial in each.trials), sep="\n", end="\n" if each.trials else "")
     made = {each.impl.name: each.made for each in entrants}
     runners = [(name, found) for name, found in made.items() if not isinstance(found, str)]
-    units = [unit for _, (unit, _) in runners]
-    windows = interleave(
-        units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms, settle_ms=1e3 * SETTLE_S
-    )
-    times = {
-        name: share * statistics.median(window.ms for window in each)
-        for (name, (_, share)), each in zip(runners, windows, strict=True)
-    }
+    times: dict[str, float] = {}
+    settle_ms = 1e3 * SETTLE_S
+    for heat in by_load([share * unit.call_ms for _, (unit, share) in runners]):
+        units = [runners[index][1][0] for index in heat]
+        windows = interleave(
+            units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms, settle_ms=settle_ms
+        )
+        settle_ms = 0.0  # the card is loaded from here on
+        for index, each in zip(heat, windows, strict=True):
+            name, (_, share) = runners[index]
+            times[name] = share * statistics.median(window.ms for window in each)
     reasons = {name: found for name, found in made.items() if isinstance(found, str)}
     return [(each.impl, times.get(each.impl.name, reasons.get(each.impl.name, ""))) for each in entrants]
 

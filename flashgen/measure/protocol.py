@@ -21,9 +21,12 @@ Outcome = Measurement | Failure
 ALIGNMENT_BYTES = 16
 """What the `aligned` flags of a specialization promise."""
 
-SETTLE_S = 0.7
-"""Seconds of load before the first window of a race. A card that was idle is 2 to 13% faster in the first 0.4 s, and
-then for 0.1 s up to 6% slower (docs/decisions/settled-races.md)."""
+SETTLE_S = 1.8
+"""Seconds of load before the first window of a race. A card that was idle is 2 to 13% faster in the first 0.4 s, then
+up to 9% slower until 0.9 s, and once more, up to 6%, from 1.5 to 1.8 s (docs/decisions/settled-races.md)."""
+
+LEAST_SETTLE_S = 0.9
+"""The same where time is short: between the two slumps."""
 
 MOST_WINDOW_S = 60.0
 """Every window is shorter: a whole last race takes a minute."""

@@ -26,7 +26,7 @@ from flashgen.core.errors import TuningError
 from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
 from flashgen.measure import sequential
-from flashgen.measure.protocol import SETTLE_S, check_window
+from flashgen.measure.protocol import LEAST_SETTLE_S, SETTLE_S, check_window
 from flashgen.measure.scores import compared
 from flashgen.measure.sequential import LEAST_ROUNDS, Times, beats, gains, odds_faster
 
@@ -68,7 +68,9 @@ class Finals:
         last: configs of the last race, the default and the incumbent not counted.
         near_share: how far behind the best of the search a config may be to take part in the first race.
         near_most: configs of the first race.
-        settle_s: seconds of load before the first window of each race.
+        settle_s: seconds of load before the first window of the last race.
+        near_settle_s: the same of the first race: what a slump of the clock still does to a few of its windows, the
+            median of three rounds leaves out.
         last_share: how far behind the best of the first race a config may be to take part in the last one.
         guard_share: how far behind the best of the search the default and the incumbent may be to be raced again.
     """
@@ -84,6 +86,7 @@ class Finals:
     near_warm_s: float = 0.01
     near_rounds: int = 3
     settle_s: float = SETTLE_S
+    near_settle_s: float = LEAST_SETTLE_S
     last_share: float = 0.03
     guard_share: float = 0.25
 
@@ -93,6 +96,7 @@ class Finals:
             (self.window_s, self.warm_s),
             (self.near_window_s, self.near_warm_s),
             (self.window_s, self.settle_s),
+            (self.near_window_s, self.near_settle_s),
         ):
             check_window(window_s, warm_s, TuningError)
         if not 0 < self.limit_s < math.inf:
@@ -102,7 +106,8 @@ class Finals:
 
     def near_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of the first race, on so many kinds of data."""
-        return self.settle_s + self.near_rounds * kinds * configs * (self.near_warm_s + self.near_window_s)
+        windows = self.near_rounds * kinds * configs
+        return self.near_settle_s + windows * (self.near_warm_s + self.near_window_s)
 
     def last_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of the last race, with its baselines: as many rounds of all configs as it usually has."""
@@ -143,6 +148,7 @@ class Finals:
                 near_most=min(self.near_most, near_most),
                 window_s=shorter_s,
                 warm_s=self.warm_s * shorter_s / self.window_s,
+                settle_s=self.settle_s if share >= 0.5 else min(self.settle_s, LEAST_SETTLE_S),
             )
             sound = replace(found, rounds=min(self.rounds, LEAST_ROUNDS))
             if sound.needed_s(near, guards, kinds, ready_s) <= seconds:

@@ -279,7 +279,7 @@ class MeasuredSearch(MeasuredWorkload):
                 rounds=finals.near_rounds,
                 warm_s=finals.near_warm_s,
                 window_s=finals.near_window_s,
-                settle_s=finals.settle_s,
+                settle_s=finals.near_settle_s,
                 reference=False,
                 hard=True,
             )

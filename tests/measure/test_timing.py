@@ -243,17 +243,17 @@ def test_interleaving_cancels_a_card_that_slows_down() -> None:
     assert a[3].ms > 1.1 * a[0].ms
 
 
-BOOST_MS, SLUMP_MS = 400.0, 500.0
-"""Of load: until when a card that was idle is faster, and then until when slower (docs/decisions/settled-races.md)."""
+RESTED = ((400.0, 0.98), (900.0, 1.07), (1500.0, 1.0), (1800.0, 1.04))
+"""Of load on a card that was idle: until when a kernel takes how much of its time (docs/decisions/settled-races.md)."""
 
 
-@pytest.mark.parametrize("settle_ms", [0.0, 1e3 * SETTLE_S])
+@pytest.mark.parametrize("settle_ms", [0.0, 700.0, 1e3 * SETTLE_S])
 def test_a_race_that_settles_begins_after_what_a_pause_does_to_the_clock(settle_ms: float) -> None:
     """Four equal kernels, three rounds: without load before, the one whose window falls into the slump is behind."""
 
     class Rested(FakeGpu):
         def kernel(self, ms: float) -> None:
-            super().kernel(ms * (0.98 if self.now_ms < BOOST_MS else 1.06 if self.now_ms < SLUMP_MS else 1.0))
+            super().kernel(ms * next((share for until, share in RESTED if self.now_ms < until), 1.0))
 
     gpu = Rested()
     seen: list[int] = []
@@ -261,12 +261,11 @@ def test_a_race_that_settles_begins_after_what_a_pause_does_to_the_clock(settle_
     pace = {"warm_ms": 33.0, "window_ms": 100.0, "settle_ms": settle_ms}
     windows = interleave(kernels, gpu, rounds=3, before=seen.append, **pace)
     means = [sum(each.ms for each in found) / len(found) for found in windows]
-    if settle_ms:
+    assert seen[:2] == ([0, 0] if settle_ms else [0, 1]), "who settles is announced, so that a crash can be blamed"
+    if settle_ms == 1e3 * SETTLE_S:
         assert means == pytest.approx([1.0] * 4)
-        assert seen[:2] == [0, 0], "who settles is announced, so that a crash can be blamed"
     else:
-        assert means[3] > 1.01 * means[0], "else nothing was there to settle"
-        assert len(seen) == 12
+        assert max(means) > 1.01 * min(means), "else nothing was there to settle"
 
 
 def test_a_race_of_nobody_settles_nothing() -> None:

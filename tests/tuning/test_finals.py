@@ -11,7 +11,7 @@ import pytest
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Measurement
-from flashgen.measure.protocol import SETTLE_S, RaceJob
+from flashgen.measure.protocol import LEAST_SETTLE_S, SETTLE_S, RaceJob
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.finals import Finals, choose, confidence, near_best, runners_up, with_guards
 from tests.tuning.runs import CAUSAL
@@ -114,10 +114,12 @@ def test_what_was_timed_on_hard_data_is_judged_by_it() -> None:
 def test_expected_time_counts_every_window() -> None:
     finals = Finals(window_s=0.3, warm_s=0.1, rounds=4)
     assert finals.last_s(7) == pytest.approx(SETTLE_S + 4 * (2 * 7 + 3) * 0.4)  # each config on two kinds of data
-    assert finals.near_s(7) == pytest.approx(SETTLE_S + 3 * 2 * 7 * 0.04)
+    assert finals.near_s(7) == pytest.approx(LEAST_SETTLE_S + 3 * 2 * 7 * 0.04)
 
 
-@pytest.mark.parametrize("name", ["window_s", "near_window_s", "warm_s", "near_warm_s", "settle_s", "limit_s"])
+@pytest.mark.parametrize(
+    "name", ["window_s", "near_window_s", "warm_s", "near_warm_s", "settle_s", "near_settle_s", "limit_s"]
+)
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_times_of_finals_are_finite(name: str, seconds: float) -> None:
     with pytest.raises(TuningError, match=r"finals last|a window lasts"):
@@ -146,12 +148,15 @@ def test_finals_of_few_configs_need_less_time() -> None:
 def test_finals_get_smaller_until_they_fit_and_no_smaller() -> None:
     usual = Finals()
     assert usual.within(1000.0, 12, 2) == usual
-    assert usual.within(36.0, 12, 2, 3) == usual, "three rounds of seven configs on three profiles"
+    assert usual.within(37.0, 12, 2, 3) == usual, "three rounds of seven configs on three profiles"
     found = [usual.within(seconds, 12, 2, 3, 0.2) for seconds in range(40, 0, -1)]
     sizes = [(each.last, each.near_most, each.window_s) for each in found]
     assert sizes[0] == (5, 12, 0.3)
     assert sizes[-1] == (2, 2, pytest.approx(0.1))
     assert len(set(sizes)) > 4
+    settled = [each.settle_s for each in found]
+    assert settled == sorted(settled, reverse=True)
+    assert {settled[0], settled[-1]} == {SETTLE_S, LEAST_SETTLE_S}, "a short budget has windows rather than load"
     sound = [replace(each, rounds=3).needed_s(12, 2, 3, 0.2) for each in found]
     assert sound == sorted(sound, reverse=True)
     assert all(needed <= seconds for needed, seconds in zip(sound, range(40, 7, -1), strict=False))
