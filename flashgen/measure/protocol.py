@@ -14,7 +14,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError, MeasureError
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-from flashgen.measure.sequential import Rule
+from flashgen.measure.sequential import ANCHOR_ROUNDS, Rule
 
 Outcome = Measurement | Failure
 
@@ -101,14 +101,13 @@ class EvaluateJob:
 class RaceJob:
     """Time several configs of one workload against each other: interleaved rounds in balanced order.
 
-    In each of the `rounds`, every config (and the reference kernel, and with `baselines` every SDPA backend that can
-    run) gets `warm_s` seconds unmeasured and `window_s` seconds measured. With `hard`, every config gets the same
-    beside that on the workload's hard data, on which it must be right, too; where there is no memory for a second set
-    of inputs, times on hard data are left out. A race therefore takes about `settle_s + rounds * (windows + others) *
-    (warm_s + window_s)` seconds, `windows` being one or two for each config and `settle_s` load before the first one
-    that nobody measures. The defaults are those of finals; a second look at many candidates within a few per cent of
-    each other takes shorter windows, and no reference kernel (`reference`): behind one that draws less power the next
-    config would have a higher clock.
+    In each of the `rounds`, every config gets `warm_s` seconds unmeasured and `window_s` seconds measured. With `hard`,
+    every config gets the same beside that on the workload's hard data, on which it must be right, too; where there is
+    no memory for a second set of inputs, times on hard data are left out. Behind the race the reference kernel, and
+    with `baselines` every SDPA backend that can run, has ANCHOR_ROUNDS such windows. A race therefore takes about
+    `settle_s + (rounds * windows + ANCHOR_ROUNDS * others) * (warm_s + window_s)` seconds, `windows` being one or two
+    for each config and `settle_s` load before the first one that nobody measures. The defaults are those of finals; a
+    second look at many candidates within a few per cent of each other takes shorter windows, and no `reference` kernel.
 
     With a `rule` a race ends as soon as that is sure of who wins, and configs leave it before; `rounds` are the most it
     may have.
@@ -144,10 +143,11 @@ class RaceJob:
     @property
     def windows_s(self) -> float:
         """About the most seconds that all windows take, with three backends of torch beside them."""
-        round_s = (self.windows + 3) * (self.warm_s + self.window_s)
+        window_s = self.warm_s + self.window_s
+        round_s = self.windows * window_s
         limit_s = self.rule.limit_s if self.rule else None
         rounds_s = round_s * self.rounds if limit_s is None else min(round_s * self.rounds, limit_s + 2 * round_s)
-        return self.settle_s + rounds_s
+        return self.settle_s + rounds_s + 3 * ANCHOR_ROUNDS * window_s
 
     def without(self, index: int) -> RaceJob:
         """The same race without the config at `index`, which is not the only one."""

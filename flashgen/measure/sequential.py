@@ -35,7 +35,7 @@ LEAST_ROUNDS = 3
 """Before these nobody leaves a race: two rounds that agree say little about the noise."""
 
 ANCHOR_ROUNDS = 3
-"""Rounds that backends of torch have which are no reference: their times are shown, and decide nothing."""
+"""Windows that the reference kernel and backends of torch have behind a race: their times decide nothing in it."""
 
 _FREEDOM = 5.0
 _SCALES = tuple(0.003 * math.exp(step / 7 * math.log(0.04 / 0.003)) for step in range(8))
@@ -131,8 +131,7 @@ class Referee:
 
     Args:
         rule: of this race.
-        subjects: whose each window of a round is, as a position among the racers; None is of somebody beside them, of
-            whom the first is there to the end and the others for ANCHOR_ROUNDS.
+        subjects: whose each window of a round is, as a position among the racers.
         times: of each racer, from all windows so far.
         clock: seconds that only grow.
     """
@@ -140,7 +139,7 @@ class Referee:
     def __init__(
         self,
         rule: Rule,
-        subjects: Sequence[int | None],
+        subjects: Sequence[int],
         times: Callable[[Windows], Sequence[Times]],
         clock: Callable[[], float],
     ) -> None:
@@ -148,7 +147,7 @@ class Referee:
         self._subjects = subjects
         self._times = times
         self._clock = clock
-        self._racing = frozenset(subject for subject in subjects if subject is not None)
+        self._racing = frozenset(subjects)
         self._rounds = 0
         self._started = self._round_started = clock()
 
@@ -159,11 +158,7 @@ class Referee:
             return []
         if self._rounds >= LEAST_ROUNDS:
             self._racing = self._rule.going_on(self._times(windows), self._racing)
-        if not self._racing:
-            return []
-        beside = [number for number, subject in enumerate(self._subjects) if subject is None]
-        others = set(beside[:1] if self._rounds >= ANCHOR_ROUNDS else beside)
-        return [n for n, subject in enumerate(self._subjects) if subject in self._racing or n in others]
+        return [number for number, subject in enumerate(self._subjects) if subject in self._racing]
 
     def _is_late(self) -> bool:
         """Whether another round like the last one would end after the limit."""

@@ -26,7 +26,7 @@ from flashgen.measure.directions import VerificationCase
 from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
 from flashgen.measure.scores import compared
-from flashgen.measure.sequential import Referee
+from flashgen.measure.sequential import ANCHOR_ROUNDS, Referee
 from flashgen.measure.source import version_of_source
 from flashgen.measure.timing import (
     CudaStopwatch,
@@ -174,7 +174,6 @@ class Judge:
                 racers[index] = ready
         others = self._others(state, job, next(iter(racers), None))
         turns = [(index, unit) for index, (_, units) in racers.items() for unit in units]
-        turns += [(len(job.configs), unit) for unit in others.values()]
         windows = interleave(
             [unit for _, unit in turns],
             self._stopwatch,
@@ -185,14 +184,12 @@ class Judge:
             before=lambda turn: self._announce("launch", turns[turn][0]),
             going_on=self._referee(job, racers, turns),
         )
-        anchors = dict(zip(others, windows[len(turns) - len(others) :], strict=True))
-        medians = {impl: _median(each) for impl, each in anchors.items()}
-        reference = next((each for impl, each in anchors.items() if impl != SPLIT), ())
+        medians = self._beside(others, job)
+        reference_ms = next((medians[impl] for impl in others if impl != SPLIT), None)
         for index, (candidate, _) in racers.items():
             mine = _of(index, turns, windows)
             wrong = self._attempt(partial(self._check_again, candidate, index))
-            beside = reference[: len(mine[0])]  # of the same rounds
-            outcomes[index] = wrong or _measurement(candidate, mine, reference_ms=_median(beside) if beside else None)
+            outcomes[index] = wrong or _measurement(candidate, mine, reference_ms=reference_ms)
         found = tuple(Baseline(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
         return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), baselines=found)
 
@@ -212,7 +209,26 @@ class Judge:
             }
             return [each.times_ms for each in compared(found).values()]
 
-        return Referee(rule, [places.get(subject) for subject, _ in turns], times, self._clock)
+        return Referee(rule, [places[subject] for subject, _ in turns], times, self._clock)
+
+    def _beside(self, others: Mapping[str, Unit], job: RaceJob) -> dict[str, float]:
+        """Times of the reference kernel and torch's backends, behind the race and the fastest first.
+
+        Most of them draw less power than what races. Among its turns they would give whoever comes next a higher clock,
+        and whoever comes half a second later a lower one.
+        """
+        medians = {}
+        for impl, unit in sorted(others.items(), key=lambda each: each[1].call_ms):
+            (windows,) = interleave(
+                [unit],
+                self._stopwatch,
+                rounds=min(job.rounds, ANCHOR_ROUNDS),
+                warm_ms=1e3 * job.warm_s,
+                window_ms=1e3 * job.window_s,
+                before=lambda _: self._announce("launch", len(job.configs)),
+            )
+            medians[impl] = _median(windows)
+        return medians
 
     def _ready(
         self, state: State, config: Config, subject: int, hard: VerificationCase | None = None

@@ -28,7 +28,7 @@ from flashgen.core.record import Measurement
 from flashgen.measure import sequential
 from flashgen.measure.protocol import LEAST_SETTLE_S, SETTLE_S, check_window
 from flashgen.measure.scores import compared
-from flashgen.measure.sequential import LEAST_ROUNDS, Times, beats, gains, odds_faster
+from flashgen.measure.sequential import ANCHOR_ROUNDS, LEAST_ROUNDS, Times, beats, gains, odds_faster
 
 C = TypeVar("C")
 
@@ -40,7 +40,7 @@ KINDS_OF_DATA = 2
 """Windows of a config in each round: on normal data and on hard data."""
 
 ANCHORS = 3
-"""SDPA backends that take turns in the last race; the first of them is its reference kernel."""
+"""SDPA backends that are timed behind the last race; one of them is its reference kernel."""
 
 
 USUAL_ROUNDS = 4
@@ -111,7 +111,12 @@ class Finals:
 
     def last_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of the last race, with its baselines: as many rounds of all configs as it usually has."""
-        return min(self._rounds_s(USUAL_ROUNDS, configs, kinds), self.limit_s)
+        return min(self._rounds_s(USUAL_ROUNDS, configs, kinds), self.limit_s) + self.anchors_s
+
+    @property
+    def anchors_s(self) -> float:
+        """Expected seconds of torch's backends behind the last race."""
+        return ANCHORS * min(self.rounds, ANCHOR_ROUNDS) * (self.warm_s + self.window_s)
 
     def needed_s(self, near: int, guards: int, kinds: int = KINDS_OF_DATA, ready_s: float = 0.0) -> float:
         """Expected seconds of both races with `near` configs close to the best: no first race where these are few.
@@ -127,8 +132,8 @@ class Finals:
         return self._rounds_s(LEAST_ROUNDS, configs, kinds)
 
     def _rounds_s(self, rounds: int, configs: int, kinds: int) -> float:
-        """Seconds of a last race of so many rounds, with its baselines; it has no more than `self.rounds`."""
-        round_s = (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
+        """Seconds of a last race of so many rounds; it has no more than `self.rounds`."""
+        round_s = kinds * configs * (self.warm_s + self.window_s)
         return self.settle_s + min(self.rounds, rounds) * round_s
 
     def within(

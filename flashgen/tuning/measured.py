@@ -311,7 +311,7 @@ class MeasuredSearch(MeasuredWorkload):
         seconds = self._context.budget.seconds
         if seconds is None:
             return finals.limit_s
-        left_s = seconds - self._spent_s() - configs * self._ready_s()
+        left_s = seconds - self._spent_s() - configs * self._ready_s() - finals.anchors_s
         return min(finals.limit_s, max(left_s, finals.least_s(configs, self._kinds)))
 
     def _race(

@@ -10,7 +10,6 @@ import pytest
 from flashgen.core.errors import MeasureError
 from flashgen.core.record import Measurement
 from flashgen.measure.sequential import (
-    ANCHOR_ROUNDS,
     LEAST_ROUNDS,
     Referee,
     Rule,
@@ -121,11 +120,3 @@ def test_a_limit_ends_a_race_after_two_rounds_at_least() -> None:
     for seconds, going_on in ((3.0, [0, 1]), (6.0, [])):
         now = seconds
         assert referee(equal) == going_on
-
-
-def test_baselines_have_few_rounds_and_the_reference_all() -> None:
-    loud = [[1.0, 1.05, 0.95, 1.02], [1.01, 0.97, 1.03, 1.0]]
-    referee = Referee(Rule(champion=0), [0, 1, None, None], lambda windows: loud, lambda: 0.0)
-    rounds = [referee(loud) for _ in range(ANCHOR_ROUNDS)]
-    assert rounds[:-1] == [[0, 1, 2, 3]] * (ANCHOR_ROUNDS - 1)
-    assert rounds[-1] == [0, 1, 2]

@@ -23,7 +23,7 @@ from flashgen.measure.data_kinds import LEVEL
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import HARD_SHAPES, ODD_SHAPES
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
-from flashgen.measure.sequential import LEAST_ROUNDS, Rule
+from flashgen.measure.sequential import ANCHOR_ROUNDS, LEAST_ROUNDS, Rule
 from flashgen.measure.service import Judge
 from flashgen.measure.verify import KernelFactory, LaunchFunction
 from tests.fakes.attention import Emulated
@@ -295,6 +295,16 @@ def test_a_race_has_the_reference_kernel_beside_it_unless_it_is_told_not_to(refe
     assert isinstance(second, Measurement)
     assert (first.times_ms, second.times_ms) == ((2.0, 2.0), (3.0, 3.0))
     assert first.reference_ms == second.reference_ms == (8.0 if reference else None)
+
+
+def test_other_kernels_come_behind_a_race() -> None:
+    """One that draws less power lifts the clock of whoever has the next turn, and lowers it half a second later."""
+    table = Table(toolchain=EmulatedToolchain(default_config=config(ms=8)))
+    job = RaceJob(workload=SMALL, configs=(config(ms=2), config(ms=3)), rounds=4, **BRIEF)
+    assert isinstance(table.judge.race(job), RaceResult)
+    launches = [subject for stage, subject in table.announced if stage == "launch"]
+    assert launches[-ANCHOR_ROUNDS:] == [2] * ANCHOR_ROUNDS
+    assert sorted(launches[-ANCHOR_ROUNDS - 8 : -ANCHOR_ROUNDS]) == [0] * 4 + [1] * 4
 
 
 def test_a_race_begins_with_load_that_nobody_measures() -> None:

@@ -15,7 +15,7 @@ from flashgen.core.device import Device, find_device
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
-from flashgen.measure.sequential import Referee
+from flashgen.measure.sequential import ANCHOR_ROUNDS, Referee
 from flashgen.tuning.predict import cost_model
 
 H200 = find_device("h200")
@@ -138,8 +138,7 @@ class FakeExecutor:
         referee = self._referee(job, racers)
         racing = list(range(len(racers)))
         for number in range(job.rounds if racers else 0):
-            others = 3 if job.baselines else 1
-            self.clock.now += (len(racing) * job.windows / len(job.configs) + others) * (job.warm_s + job.window_s)
+            self.clock.now += len(racing) * job.windows / len(job.configs) * (job.warm_s + job.window_s)
             drift = 1 + 0.05 * math.cos(number)
             for index in racing:
                 time = drift * self.time_ms(job.workload, racers[index])
@@ -151,6 +150,8 @@ class FakeExecutor:
                 racing = referee([[math.sqrt(a * b) for a, b in zip(t, h or t, strict=True)] for t, h in pairs])
             if not racing:
                 break
+        others = (3 if job.baselines else 1) * min(job.rounds, ANCHOR_ROUNDS)
+        self.clock.now += others * (job.warm_s + job.window_s)
         measured = iter(
             Measurement(times_ms=tuple(t), reference_ms=REFERENCE_MS, sm_clock_mhz=1700.0, hard_times_ms=tuple(h))
             for t, h in zip(times, hard, strict=True)

@@ -113,7 +113,7 @@ def test_what_was_timed_on_hard_data_is_judged_by_it() -> None:
 
 def test_expected_time_counts_every_window() -> None:
     finals = Finals(window_s=0.3, warm_s=0.1, rounds=4)
-    assert finals.last_s(7) == pytest.approx(SETTLE_S + 4 * (2 * 7 + 3) * 0.4)  # each config on two kinds of data
+    assert finals.last_s(7) == pytest.approx(SETTLE_S + (4 * 2 * 7 + 3 * 3) * 0.4)  # each config on two kinds of data
     assert finals.near_s(7) == pytest.approx(LEAST_SETTLE_S + 3 * 2 * 7 * 0.04)
 
 
@@ -138,7 +138,7 @@ def test_windows_of_finals_are_such_as_an_executor_takes() -> None:
 def test_finals_of_few_configs_need_less_time() -> None:
     finals = Finals(rounds=2)
     assert finals.expected_s == finals.needed_s(finals.near_most, 2)
-    assert finals.needed_s(1, 0) == pytest.approx(SETTLE_S + 2 * (2 + 3) * 0.4)
+    assert finals.needed_s(1, 0) == pytest.approx(SETTLE_S + 2 * (2 + 3) * 0.4)  # backends have no more rounds
     assert finals.needed_s(5, 2) == finals.last_s(7)
     assert finals.needed_s(9, 2) == finals.last_s(7) + finals.near_s(9)
     costs = [finals.needed_s(near, 1) for near in range(1, 13)]
