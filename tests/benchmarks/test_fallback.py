@@ -83,7 +83,7 @@ def test_every_way_races_and_a_stopped_run_goes_on(
     for workload in SHAPES:
         times = {row["way"]: float(row["ms"]) for row in rows if row["workload"] == workload.key}
         ratios = {row["way"]: float(row["ratio"]) for row in rows if row["workload"] == workload.key}
-        assert min(ratios.values()) == 1
+        assert min(ratios.values()) == pytest.approx(1, rel=1e-3), "the least median may not be the least of all rounds"
         for way, ms in times.items():
             assert ratios[way] == pytest.approx(ms / min(times.values()), rel=0.02)
     text = page(rows)
