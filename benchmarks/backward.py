@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.flex_variants import with_flex
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import Impl
+from benchmarks.prepared import add_prepare_arguments, prepared
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import RACE_COLUMNS, ResultsFile
 from benchmarks.suites import BACKWARD_SUITE, backward_grid, select
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> i
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{what.suite}", description=what.about)
     add_arguments(parser)
     add_race_arguments(parser, what.impls)
+    add_prepare_arguments(parser)
     options = parser.parse_args(arguments)
     try:
         impls = with_flex(chosen(options.impls, what.impls), options.flex, what.wrap)
@@ -58,8 +60,11 @@ def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> i
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         jobs = [(what.suite, select(backward_grid(), options.only))]
-        racer = racer_of(options, provenance)
-        return run(jobs, impls, file, provenance, racer, shard=shard, limit_s=options.limit_seconds, say=say)
+        seconds = prepared(what.suite, arguments, options, jobs, impls, shard, say)
+        if seconds is None:
+            return 0
+        racer, limit_s = racer_of(options, provenance), options.limit_seconds - seconds
+        return run(jobs, impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say)
 
 
 if __name__ == "__main__":

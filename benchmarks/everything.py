@@ -26,6 +26,7 @@ from benchmarks.exit_codes import MISSING, STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT_WINDOWS = ("--warm", "0.06", "--window", "0.15")
+PREPARE = ("--prepare", "12")
 FP16_PEERS = "flashgen,sdpa-flash,sdpa-cudnn,fa4"
 TAIL_LINES = 3
 
@@ -64,15 +65,15 @@ def _training(task: str, seconds: float) -> Benchmark:
 
 
 BENCHMARKS: tuple[Benchmark, ...] = (
-    _race("forward", 640, "--suite", "forward"),
-    _race("forward_fp16", 340, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward"),
+    _race("forward", 640, "--suite", "forward", *PREPARE),
+    _race("forward_fp16", 340, "--suite", "forward_fp16", "--impls", FP16_PEERS, *PREPARE, module="forward"),
     Benchmark(name="data", module="data", seconds=750, is_sharded=True, has_limit=True),
     Benchmark(name="unseen", module="unseen", seconds=780, is_sharded=True, has_limit=True),
     Benchmark(name="varlen", module="varlen", seconds=840, is_sharded=True, has_limit=True),
-    _race("backward", 810),
-    _race("forward_backward", 750),
-    _race("features", 710),
-    _race("models", 670, "--rounds", "2"),
+    _race("backward", 810, *PREPARE),
+    _race("forward_backward", 750, *PREPARE),
+    _race("features", 710, *PREPARE),
+    _race("models", 670, "--rounds", "2", *PREPARE),
     Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True),
     Benchmark(name="functions", module="functions", seconds=300, options=("--prepare", "8"), has_limit=True),
     Benchmark(name="packed_training", module="packed_training", seconds=120, has_limit=True),

@@ -19,6 +19,7 @@ from benchmarks.flex_variants import CHOICES, with_flex
 from benchmarks.forward import chosen, run, say, served_by
 from benchmarks.impls import Impl
 from benchmarks.memory import extra_bytes
+from benchmarks.prepared import add_prepare_arguments, prepared
 from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import MEMORY_COLUMNS, ResultsFile
@@ -51,8 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         suites = [(name, select(SUITES[name](), options.only)) for name in options.suite or SUITES]
-        racer = partial(measure, pace=pace)
-        return run(suites, impls, file, provenance, racer, shard=shard, limit_s=options.limit_seconds, say=say)
+        seconds = prepared("features", arguments, options, suites, impls, shard, say)
+        if seconds is None:
+            return 0
+        racer, limit_s = partial(measure, pace=pace), options.limit_seconds - seconds
+        return run(suites, impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say)
 
 
 def measure(workload: Workload, impls: Sequence[Impl], *, pace: Pace) -> list[Result]:
@@ -90,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=2, help="visits of each implementation (%(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
     add_shard_argument(parser)
+    add_prepare_arguments(parser)
     parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
     return parser
 

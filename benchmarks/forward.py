@@ -20,6 +20,7 @@ import flashgen
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.flex_variants import CHOICES, FLEX, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
+from benchmarks.prepared import add_prepare_arguments, prepared
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
@@ -84,8 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         runs = [(name, select(SUITES[name](), options.only)) for name in options.suite or DEFAULT_SUITES]
-        racer = racer_of(options, provenance)
-        return run(runs, impls, file, provenance, racer, shard=shard, limit_s=options.limit_seconds, say=say)
+        seconds = prepared("forward", arguments, options, runs, impls, shard, say)
+        if seconds is None:
+            return 0
+        racer, limit_s = racer_of(options, provenance), options.limit_seconds - seconds
+        return run(runs, impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say)
 
 
 def racer_of(options: argparse.Namespace, provenance: Provenance) -> DataRacer:
@@ -240,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         "--suite", action="append", choices=sorted(SUITES), help=f"default: {' and '.join(DEFAULT_SUITES)}"
     )
     add_race_arguments(parser, IMPLS)
+    add_prepare_arguments(parser)
     return parser
 
 

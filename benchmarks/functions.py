@@ -9,11 +9,8 @@ import argparse
 import contextlib
 import fnmatch
 import gc
-import os
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,24 +25,20 @@ from benchmarks.forward import add_race_arguments, say
 from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Case, cases
 from benchmarks.functions_impls import PEERS, impls_of, options_of
 from benchmarks.impls import IMPLS, Impl, flashgen_features
+from benchmarks.prepared import add_prepare_arguments, call_once, prepare
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, attempt, race_on
 from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, subject_of
 from benchmarks.time_limit import TimeLimit
-from benchmarks.variants import fastest
 from flashgen.core.errors import FlashgenError
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
-from flashgen.measure.inputs import Inputs, rotation_copies
+from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.timing import CudaStopwatch
 from flashgen.tuning.shards import Shard
 
-ROOT = Path(__file__).resolve().parents[1]
 SUITES = (FORWARD, BOTH, BACKWARD)
 DEFAULT_SUITES = (FORWARD, BOTH)
-
-PREPARING_SECONDS = 240
-"""What compiling beforehand may take; a race compiles what is not there by then."""
 
 Impls = Callable[[Case], tuple[Impl, ...]]
 Racer = Callable[[Case, Sequence[Impl]], list[Result]]
@@ -65,15 +58,14 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
         try:
             shard = Shard.parse(options.shard)
             wanted = chosen(options.suite or DEFAULT_SUITES, options.only)[shard.index :: shard.count]
-            if options.compile_only:
-                return compile_all(wanted, impls, torch.device("cuda", 0))
+            if (part := options.compile_part) is not None:
+                return compile_all(wanted[part.index :: part.count], impls, torch.device("cuda", 0))
             provenance = Provenance.here(options.commit)
             path = options.results / provenance.slug / "functions.csv"
             file = ResultsFile(path, FUNCTION_COLUMNS, append=options.append, commit=provenance.commit)
         except (FlashgenError, ValueError) as error:
             parser.error(str(error))
-        if options.prepare:
-            prepare(arguments, options.prepare)
+        prepare("functions", arguments, options.prepare, say)
         say(f"{provenance.device}, torch {provenance.torch}, triton {provenance.triton}, commit {provenance.commit}")
         return run(wanted, impls, file, provenance, racer_of(options), limit)
 
@@ -154,44 +146,11 @@ def compile_all(wanted: Sequence[Case], impls: Impls, where: torch.device) -> in
     """Call everything that may race once, so that its kernels are in the caches on the disk."""
     for case in wanted:
         with _autograd(case):
-            enter = partial(_called, case, case.inputs(1, where))
+            inputs = case.inputs(1, where)
             for impl in impls(case):
-                found = fastest(impl, case.twin, enter=enter, trial=lambda each, made: 1.0)
-                say(f"{case.suite} {case.name} {impl.name}: {found.made or 'compiled'}")
+                say(f"{case.suite} {case.name} {impl.name}: {call_once(impl, case.twin, inputs)}")
         gc.collect()
     return 0
-
-
-def _called(case: Case, inputs: Inputs, impl: Impl) -> str:
-    """Empty, or why it cannot run."""
-
-    def work() -> str:
-        reason = impl.unsupported(case.twin)
-        if reason is None:
-            call = impl.prepare(case.twin, inputs)
-            with call.context():
-                call.run(0)
-        return reason or ""
-
-    return attempt(work)
-
-
-def prepare(arguments: Sequence[str], processes: int) -> None:
-    """Fill the caches of torch.compile, Triton and the CuTe DSL in so many processes side by side, untimed."""
-    command = [sys.executable, "-m", "benchmarks.functions", *arguments, "--compile-only"]
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # before anybody imports it
-    threads = str(max(1, (os.cpu_count() or 1) // processes))
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
-    started, quiet = time.monotonic(), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    children = [
-        subprocess.Popen([*command, "--shard", f"{n}/{processes}"], cwd=ROOT, env=environment, **quiet)
-        for n in range(processes)
-    ]
-    watch = threading.Timer(PREPARING_SECONDS, lambda: [child.kill() for child in children])
-    watch.start()
-    codes = [child.wait() for child in children]
-    watch.cancel()
-    say(f"compiled in {processes} processes, which ended with {codes} ({time.monotonic() - started:.0f} s)")
 
 
 def row_of(case: Case, result: Result, provenance: Provenance) -> Row:
@@ -242,10 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", action="append", choices=SUITES, help=f"default: {' and '.join(DEFAULT_SUITES)}")
     add_race_arguments(parser, [impl for impl in IMPLS if impl.name in PEERS])
     parser.set_defaults(warm=0.04, window=0.08, rounds=2)
-    parser.add_argument(
-        "--prepare", type=int, default=0, metavar="N", help="first compile in N processes side by side, untimed"
-    )
-    parser.add_argument("--compile-only", action="store_true", help="call everything once, and write nothing")
+    add_prepare_arguments(parser)
     return parser
 
 

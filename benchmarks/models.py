@@ -18,6 +18,7 @@ import torch
 from benchmarks.flex_variants import with_flex
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import IMPLS
+from benchmarks.prepared import add_prepare_arguments, prepared
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import OUTCOME_COLUMNS, ResultsFile
 from benchmarks.suites import MODELS, model_workloads, select
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         suites = [(name, select(model_workloads(name), options.only)) for name in options.model or MODELS]
+        seconds = prepared("models", arguments, options, suites, impls, shard, say)
+        if seconds is None:
+            return 0
         racer = racer_of(options, provenance)
         return run(
             suites,
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             racer,
             reasons=True,
             shard=shard,
-            limit_s=options.limit_seconds,
+            limit_s=options.limit_seconds - seconds,
             say=say,
         )
 
@@ -61,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(parser)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="a preset; default: all of these")
     add_race_arguments(parser, PEERS)
+    add_prepare_arguments(parser)
     return parser
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -264,32 +262,16 @@ def test_a_run_asks_for_a_device_and_known_names(
     monkeypatch.setattr(functions.Provenance, "here", lambda commit: SHARED)
     monkeypatch.setattr(functions, "serve_generated", lambda *given: None)
     monkeypatch.setattr(functions, "racer_of", lambda options: racer)
-    prepared: list[tuple[Sequence[str], int]] = []
-    monkeypatch.setattr(functions, "prepare", lambda *given: prepared.append(given))
+    prepared: list[tuple[str, Sequence[str], int]] = []
+    monkeypatch.setattr(functions, "prepare", lambda *given: prepared.append(given[:3]))
     command = ["--results", str(tmp_path), "--only", "softcap/*-d256-*", "--flex", "default", "--prepare", "3"]
     assert functions.main(command) == 0
-    assert prepared == [(command, 3)]
+    assert prepared == [("functions", command, 3)]
     rows = read_rows(tmp_path / SHARED.slug / "functions.csv", FUNCTION_COLUMNS)
     assert [(row.suite, row.impl) for row in rows] == [(BOTH, "flashgen"), (BOTH, "flex")]
     with pytest.raises(SystemExit):
         functions.main(["--impls", "fa2"])
     assert "one of flashgen, flex" in capsys.readouterr().err
-
-
-def test_compiling_beforehand_is_done_by_processes_with_a_share_each(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real, asked = subprocess.Popen, list[list[str]]()
-
-    def started(command: list[str], **options: Any) -> Any:
-        asked.append(command[3:])
-        return real([sys.executable, "-c", "raise SystemExit(3)"])
-
-    monkeypatch.setattr(functions.subprocess, "Popen", started)
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    functions.prepare(["--only", "x"], 2)
-    assert asked == [["--only", "x", "--compile-only", "--shard", share] for share in ("0/2", "1/2")]
-    assert "ended with [3, 3]" in capsys.readouterr().out
 
 
 @UNFUSED

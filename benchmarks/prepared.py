@@ -1,0 +1,145 @@
+"""Compiles what a benchmark races in processes side by side: its own process finds the kernels in caches on the disk.
+
+FlexAttention compiles several variants for each shape and FlashAttention-4 a kernel for each kind of workload, one
+behind the other and while the GPU waits; most of the time of a run without this is that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.impls import Impl
+from benchmarks.problems import training_inputs
+from benchmarks.race import attempt
+from benchmarks.variants import fastest
+from flashgen.core.errors import FlashgenError
+from flashgen.core.workload import Workload
+from flashgen.measure.bench import INPUT_SEED
+from flashgen.measure.inputs import Inputs, make_inputs
+from flashgen.tuning.shards import Shard
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PREPARING_SECONDS = 240
+"""What compiling beforehand may take; a race compiles what is not there by then."""
+
+Say = Callable[[str], None]
+
+
+def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a benchmark that can compile beforehand."""
+    parser.add_argument(
+        "--prepare", type=int, default=0, metavar="N", help="first compile in N processes side by side, untimed"
+    )
+    parser.add_argument("--compile-part", type=_part, metavar="I/N", help="call every N-th once, and write nothing")
+
+
+def _part(text: str) -> Shard:
+    try:
+        return Shard.parse(text)
+    except FlashgenError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def prepare(module: str, arguments: Sequence[str], processes: int, say: Say) -> float:
+    """Fill the caches of torch.compile, Triton and the CuTe DSL in so many processes side by side, untimed.
+
+    Args:
+        module: of the benchmark, in `benchmarks`.
+        arguments: those it was called with.
+        processes: how many; none compiles nothing.
+        say: told how they ended.
+
+    Returns:
+        The seconds that it took.
+    """
+    if not processes:
+        return 0.0
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # before anybody imports it
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+    started, quiet = time.monotonic(), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    children = [
+        subprocess.Popen([*command, "--compile-part", f"{n}/{processes}"], cwd=ROOT, env=environment, **quiet)
+        for n in range(processes)
+    ]
+    watch = threading.Timer(PREPARING_SECONDS, lambda: [child.kill() for child in children])
+    watch.start()
+    codes = [child.wait() for child in children]
+    watch.cancel()
+    took_s = time.monotonic() - started
+    say(f"compiled in {processes} processes, which ended with {codes} ({took_s:.0f} s)")
+    return took_s
+
+
+def prepared(
+    module: str,
+    arguments: Sequence[str] | None,
+    options: argparse.Namespace,
+    suites: Sequence[tuple[str, Sequence[Workload]]],
+    impls: Sequence[Impl],
+    shard: Shard,
+    say: Say,
+) -> float | None:
+    """What `--prepare` and `--compile-part` ask of a benchmark that races `impls` on this shard of its suites.
+
+    Returns:
+        The seconds that it took; None in a process that has compiled its part, and races nothing.
+    """
+    if options.compile_part is None:
+        return prepare(module, sys.argv[1:] if arguments is None else arguments, options.prepare, say)
+    workloads = [workload for _, each in suites for workload in each][shard.index :: shard.count]
+    compile_part(options.compile_part, workloads, impls, torch.device("cuda", 0), say)
+    return None
+
+
+def compile_part(
+    part: Shard, workloads: Sequence[Workload], impls: Sequence[Impl], where: torch.device, say: Say
+) -> None:
+    """Call each implementation of this part on each workload once.
+
+    Neighbours are workloads of one implementation, so that the slowest to compile is in all parts.
+    """
+    pairs = [(impl, workload) for impl in impls for workload in dict.fromkeys(workloads)]
+    for impl, workload in pairs[part.index :: part.count]:
+        say(f"{workload.key} {impl.name}: {call_once(impl, workload, _inputs_of(workload, where))}")
+        gc.collect()
+
+
+def call_once(impl: Impl, workload: Workload, inputs: Inputs) -> str:
+    """Call an implementation, or each of its variants, once: "compiled", or why it cannot run."""
+    found = fastest(impl, workload, enter=partial(_called, workload, inputs), trial=lambda each, made: 1.0)
+    return found.made if isinstance(found.made, str) else "compiled"
+
+
+def _called(workload: Workload, inputs: Inputs, impl: Impl) -> bool | str:
+    """That it was called, or why it cannot run."""
+
+    def work() -> bool | str:
+        reason = impl.unsupported(workload)
+        if reason is not None:
+            return reason
+        call = impl.prepare(workload, inputs)
+        with call.context():
+            call.run(0)
+        return True
+
+    return attempt(work)
+
+
+def _inputs_of(workload: Workload, where: torch.device) -> Inputs:
+    if workload.direction == "backward":
+        return training_inputs(workload, copies=1, where=where)
+    return make_inputs(workload, copies=1, seed=INPUT_SEED, device=where)
