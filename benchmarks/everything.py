@@ -69,7 +69,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("forward_fp16", 340, "--suite", "forward_fp16", "--impls", FP16_PEERS, *PREPARE, module="forward"),
     Benchmark(name="data", module="data", seconds=750, is_sharded=True, has_limit=True),
     Benchmark(name="unseen", module="unseen", seconds=780, is_sharded=True, has_limit=True),
-    Benchmark(name="varlen", module="varlen", seconds=840, is_sharded=True, has_limit=True),
+    Benchmark(name="varlen", module="varlen", seconds=840, options=PREPARE, is_sharded=True, has_limit=True),
     _race("backward", 810, *PREPARE),
     _race("forward_backward", 750, *PREPARE),
     _race("features", 710, *PREPARE),

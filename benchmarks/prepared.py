@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.impls import Impl
+from benchmarks.impls import Call, Impl
 from benchmarks.problems import training_inputs
 from benchmarks.race import attempt
-from benchmarks.variants import fastest
+from benchmarks.variants import Contestant, fastest
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure.bench import INPUT_SEED
@@ -35,6 +36,8 @@ PREPARING_SECONDS = 240
 """What compiling beforehand may take; a race compiles what is not there by then."""
 
 Say = Callable[[str], None]
+S = TypeVar("S")
+C = TypeVar("C", bound=Contestant[Any])
 
 
 def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,35 +111,37 @@ def prepared(
 def compile_part(
     part: Shard, workloads: Sequence[Workload], impls: Sequence[Impl], where: torch.device, say: Say
 ) -> None:
-    """Call each implementation of this part on each workload once.
-
-    Neighbours are workloads of one implementation, so that the slowest to compile is in all parts.
-    """
-    pairs = [(impl, workload) for impl in impls for workload in dict.fromkeys(workloads)]
-    for impl, workload in pairs[part.index :: part.count]:
-        say(f"{workload.key} {impl.name}: {call_once(impl, workload, _inputs_of(workload, where))}")
+    """Call each implementation of this part on each workload once."""
+    for impl, workload in share_of(part, impls, workloads):
+        inputs = _inputs_of(workload, where)
+        say(f"{workload.key} {impl.name}: {call_once(impl, workload, partial(_prepared, workload, inputs))}")
         gc.collect()
 
 
-def call_once(impl: Impl, workload: Workload, inputs: Inputs) -> str:
+def _prepared(workload: Workload, inputs: Inputs, impl: Impl) -> Call:
+    return impl.prepare(workload, inputs)
+
+
+def share_of(part: Shard, impls: Sequence[C], subjects: Sequence[S]) -> list[tuple[C, S]]:
+    """What a part calls. Neighbours are of one implementation, so that the slowest to compile is in all parts."""
+    pairs = [(impl, subject) for impl in impls for subject in dict.fromkeys(subjects)]
+    return pairs[part.index :: part.count]
+
+
+def call_once(impl: C, subject: S, ready: Callable[[C], Call]) -> str:
     """Call an implementation, or each of its variants, once: "compiled", or why it cannot run."""
-    found = fastest(impl, workload, enter=partial(_called, workload, inputs), trial=lambda each, made: 1.0)
-    return found.made if isinstance(found.made, str) else "compiled"
 
-
-def _called(workload: Workload, inputs: Inputs, impl: Impl) -> bool | str:
-    """That it was called, or why it cannot run."""
-
-    def work() -> bool | str:
-        reason = impl.unsupported(workload)
+    def called(each: C) -> bool | str:
+        reason: str | None = each.unsupported(subject)
         if reason is not None:
             return reason
-        call = impl.prepare(workload, inputs)
+        call = ready(each)
         with call.context():
             call.run(0)
         return True
 
-    return attempt(work)
+    found = fastest(impl, subject, enter=lambda each: attempt(partial(called, each)), trial=lambda each, made: 1.0)
+    return found.made if isinstance(found.made, str) else "compiled"
 
 
 def _inputs_of(workload: Workload, where: torch.device) -> Inputs:

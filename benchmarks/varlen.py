@@ -6,19 +6,22 @@ python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--flex defa
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.flex_variants import CHOICES
-from benchmarks.impls import results_of
+from benchmarks.impls import Call, results_of
+from benchmarks.prepared import add_prepare_arguments, call_once, prepare, share_of
 from benchmarks.provenance import Provenance, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS, TRIAL, attempt, by_load
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
@@ -42,6 +45,7 @@ NO_GRAPHS_MS = 0.0
 
 def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
     names = [name for name in options.impls.split(",") if name]
@@ -52,11 +56,14 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     impls = [impl for impl in with_flex(IMPLS, options.flex) if not names or impl.name in names]
-    ahead = Ahead(
-        file, provenance.commit, [impl.name for impl in impls], shard, TimeLimit(options.limit_seconds, clock)
-    )
+    packs, limit = selected(PACKS, options.only), TimeLimit(options.limit_seconds, clock)
+    ahead = Ahead(file, provenance.commit, [impl.name for impl in impls], shard, limit)
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
+        if (part := options.compile_part) is not None:
+            compile_part(part, packs[shard.index :: shard.count], impls, torch.device("cuda", 0))
+            return 0
+        prepare("varlen", arguments, options.prepare, print)
         stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
 
         def one(pack: Pack) -> bool:
@@ -67,7 +74,20 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
                 print(f"  {line_of(pack, impl, ms)}", flush=True)
             return not any(impl.name == "flashgen" and isinstance(ms, str) for impl, ms in found)
 
-        return ahead.race(selected(PACKS, options.only), lambda pack: pack.suite, one)
+        return ahead.race(packs, lambda pack: pack.suite, one)
+
+
+def compile_part(part: Shard, packs: Sequence[Pack], impls: Sequence[VarlenImpl], where: torch.device) -> None:
+    """Call each implementation of this part on each batch once."""
+    for impl, pack in share_of(part, impls, packs):
+        with no_grad_of[pack.trains]():
+            told = call_once(impl, pack, partial(_called, pack, tensors_of(pack, where)))
+        print(f"{pack.workload.key} {impl.name}: {told}", flush=True)
+        gc.collect()
+
+
+def _called(pack: Pack, tensors: PackTensors, impl: VarlenImpl) -> Call:
+    return impl.prepare(pack, tensors).call
 
 
 def race(
@@ -171,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--db", type=Path, help="a tuning database above the shipped ones")
     parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help="variants of FlexAttention (%(default)s)")
     add_case_arguments(parser)
+    add_prepare_arguments(parser)
     return parser
 
 

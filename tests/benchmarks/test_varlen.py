@@ -19,12 +19,12 @@ import flashgen
 from benchmarks import packed_training, report, varlen, varlen_impls
 from benchmarks.cases import selected
 from benchmarks.exit_codes import MISSING, STOPPED
-from benchmarks.impls import results_of
+from benchmarks.impls import Call, results_of
 from benchmarks.provenance import Provenance
 from benchmarks.results import TRAINING_COLUMNS, read_rows
 from benchmarks.variants import fastest
 from benchmarks.varlen_cases import PACKS, Pack, padded, tensors_of, unpadded
-from benchmarks.varlen_impls import IMPLS, VarlenImpl
+from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl
 from benchmarks.varlen_tables import varlen_parts
 from flashgen import reference
 from flashgen.core.workload import Workload
@@ -74,6 +74,25 @@ def test_a_run_does_its_part_until_its_time_is_over_and_the_next_one_goes_on(
     assert 0 < len(raced) < len(PACKS[1:10:2])
     assert varlen.main(command) == 0
     assert raced == list(PACKS[1:10:2])
+
+
+def test_a_part_calls_its_share_once_and_races_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen.Provenance, "here", lambda commit: SHARED)
+    monkeypatch.setattr(varlen, "serve_generated", lambda *given: None)
+    monkeypatch.setattr(varlen, "tensors_of", lambda pack, where: pack)
+    monkeypatch.setattr(varlen, "race", lambda *given, **more: pytest.fail("a part races nothing"))
+    called: list[str] = []
+
+    def ready(pack: Pack, tensors: object) -> Ready:
+        assert tensors is pack
+        assert torch.is_grad_enabled() == pack.trains
+        return Ready(call=Call(run=lambda n: called.append(pack.workload.key)))
+
+    one = VarlenImpl(name="one", version=lambda: "1", unsupported=lambda pack: None, prepare=ready)
+    monkeypatch.setattr(varlen, "with_flex", lambda impls, choice: (one,))
+    command = ["--results", str(tmp_path), "--shard", "0/2", "--compile-part"]
+    assert [varlen.main([*command, f"{index}/3"]) for index in range(3)] == [0] * 3
+    assert sorted(called) == sorted(pack.workload.key for pack in PACKS[::2])
 
 
 @pytest.mark.parametrize("pack", [pack for pack in PACKS if pack.is_self_attention], ids=lambda pack: pack.workload.key)
