@@ -165,7 +165,7 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
             ("windows", f"{times} ms (spread {measured.spread:.1%})"),
             *_other_times(record),
             ("errors", f"max {measured.max_error:.3g}, mean {measured.mean_error:.3g}"),
-            ("reference", f"{output.text(measured.reference_ms)} ms of the same round"),
+            ("reference", f"{output.text(measured.reference_ms)} ms of the same race"),
             ("SM clock", f"{output.text(measured.sm_clock_mhz)} MHz"),
             ("confidence", _sure(measured)),
         ]

@@ -41,8 +41,8 @@ class Failure:
 class Measurement:
     """Times of one config on one workload, each the mean per call of one window, in milliseconds.
 
-    `reference_ms` is the time of the fixed reference kernel in the same round, because absolute times of different
-    rounds do not compare on a card that changes its clock. Errors are against the float64 oracle.
+    `reference_ms` is the time of the fixed reference kernel in the same race, because absolute times of different
+    races do not compare on a card that changes its clock. Errors are against the float64 oracle.
 
     `times_ms` are of normal random numbers. `hard_times_ms` has the times of the same rounds on data that is hard for
     kernels whose time depends on it (`measure.data_kinds.hard_kind`), and is empty where none were taken. Of decoding

@@ -162,7 +162,7 @@ def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
     1. Measured, one of them on normal data alone: the one that was measured on hard data too, unless it is slower on
        normal data by more than `EVEN_SHARE`, for the other may take twice as long on hard data.
     2. Measured: the faster one, by the geometric mean of both times where both have them, and by the ratio to the
-       reference kernel of the same round where that was the same for both (absolute times of different rounds do not
+       reference kernel of the same race where that was the same for both (absolute times of different races do not
        compare on a card that changes its clock), else by the medians, if the two differ by more than `NOISE`.
     3. Otherwise (nearly as fast, or both predicted): the newer one; one of the future was made at an unknown time.
     """

@@ -1,4 +1,4 @@
-"""Anchors: torch's own attention, one backend at a time, timed in the same rounds as the generated kernels."""
+"""Anchors: torch's own attention, one backend at a time, timed in the same race as the generated kernels."""
 
 from __future__ import annotations
 

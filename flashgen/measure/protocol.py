@@ -157,7 +157,7 @@ class RaceJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceResult:
-    """One outcome for each config of the job, in its order, and the baselines of the same rounds (may be none)."""
+    """One outcome for each config of the job, in its order, and the baselines beside it (may be none)."""
 
     outcomes: tuple[Outcome, ...]
     baselines: tuple[Baseline, ...] = ()

@@ -36,7 +36,7 @@ class Search:
     """One search with at least one trial, those in the order in which they were asked for.
 
     `measured` has the trials that have times, each with what it took over the best of them. Times compare beside the
-    reference kernel of the same round, where all trials have that.
+    reference kernel of the same race, where all trials have that.
     """
 
     log: SearchLog

@@ -44,7 +44,7 @@ def winners(contents: Contents) -> Section:
     ratios = [ratio for group in groups for ratio in group.ratios]
     lines = [
         f"{len(contents.entries)} workloads have a record. A ratio is the time of torch's fastest backend of "
-        "scaled_dot_product_attention, measured in the same round, over the time of the record: above 1 the generated "
+        "scaled_dot_product_attention, measured in the same race, over the time of the record: above 1 the generated "
         "kernel is faster."
     ]
     if ratios:
