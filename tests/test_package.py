@@ -16,6 +16,7 @@ import pytest
 
 import flashgen
 from flashgen.core import errors
+from tests.heavy import HEAVY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,8 +51,6 @@ PUBLIC = {
     "SettingError",
     "__version__",
 }
-
-HEAVY = ("triton", "jinja2", "sqlalchemy", "alembic", "optuna", "typer", "rich", "yaml")
 
 ONLY_ASKED_FOR = ("flashgen.flash_attn", "flashgen.integrations", "flashgen.reference")
 """Modules that nothing imports but the user's program."""

@@ -16,7 +16,7 @@ from benchmarks import fa4, flex, functions_impls
 from benchmarks.functions_cases import FORWARD, FUNCTIONS, Case
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import make_inputs
-from tests.benchmarks.test_race import CPU, fake_module
+from tests.benchmarks.races import CPU, fake_module
 
 SIZES = "b2-h4-hk2-sq6-sk10-d32"
 

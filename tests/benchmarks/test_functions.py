@@ -37,8 +37,8 @@ from flashgen.codegen.score_mod_gradient import why_no_gradient
 from flashgen.core.workload import Workload
 from flashgen.measure.timing import Window
 from flashgen.runtime.ops.mods import score_mods
+from tests.benchmarks.races import CPU, FakeGpu
 from tests.benchmarks.rows import SHARED
-from tests.benchmarks.test_race import CPU, FakeGpu
 from tests.tiers import EXHAUSTIVE, first
 
 SMALL = Workload(batch=1, nheads=4, nheads_k=2, seqlen_q=96, head_dim=16)

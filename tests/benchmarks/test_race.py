@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import types
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,120 +13,24 @@ from benchmarks import fa2, fa4, flex, impls
 from benchmarks.forward import line_of
 from benchmarks.impls import IMPLS, Call, Impl
 from benchmarks.problems import last_heads, problem
-from benchmarks.race import Pace, Result, by_load, race
+from benchmarks.race import by_load, race
 from flashgen.core.device import CATALOGUE
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.measure.baselines import SAME_FUNCTION
 from flashgen.measure.data_kinds import DATA_KINDS, HARD_KINDS, NORMAL
 from flashgen.measure.feature_inputs import SOFTCAP
-from flashgen.measure.inputs import Inputs, make_inputs
+from flashgen.measure.inputs import make_inputs
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import orders
+from tests.benchmarks.races import CPU, FEATURES, PACE, SQUARE, FakeGpu, close, fake_module, impl_of, raced
 from tests.tiers import first
 
-SQUARE = Workload(batch=2, nheads=2, seqlen_q=96, head_dim=32, causal=True)
 SHAPES = [
     SQUARE,
     replace(SQUARE, causal=False),
     Workload(batch=1, nheads=4, nheads_k=2, seqlen_q=40, seqlen_k=70, head_dim=32, causal=True),
 ]
-CPU = torch.device("cpu")
-PACE = Pace(warm_ms=10.0, window_ms=20.0, rounds=4, settle_ms=0.0)
-
-
-@dataclass
-class FakeGpu:
-    """Device time that calls add to; the host's time of a launch counts unless it comes from a graph.
-
-    `visits` has the start of every window that had a warm-up.
-    """
-
-    now_ms: float = 0.0
-    running: str = ""
-    visits: list[tuple[str, float, float]] = field(default_factory=list)
-    in_graph: bool = False
-    launch_ms: float = 0.0
-    on_side_stream: bool = False
-
-    def call(self, name: str, ms: float, host_ms: float = 0.0, *, can_be_captured: bool = True) -> None:
-        if self.in_graph and not can_be_captured:
-            raise RuntimeError("operation not permitted when stream is capturing\nand so on")
-        self.running = name
-        self.launch_ms += host_ms
-        self.now_ms += ms if self.in_graph else max(ms, host_ms)
-
-    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
-        start = self.now_ms
-        warm()
-        begun = self.now_ms
-        measured()
-        if begun > start:
-            self.visits.append((self.running, begun - start, self.now_ms - begun))
-        return self.now_ms - begun
-
-    def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
-        def replay() -> None:
-            self.in_graph = True
-            try:
-                calls()
-            finally:
-                self.in_graph = False
-
-        assert self.on_side_stream
-        before = self.now_ms
-        replay()
-        self.now_ms = before
-        return replay
-
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        self.on_side_stream = True
-        yield
-        self.on_side_stream = False
-
-    def host_ms(self, call: Callable[[], object]) -> float:
-        self.launch_ms = 0.0
-        call()
-        return self.launch_ms
-
-    def sm_clock_mhz(self) -> float | None:
-        return None
-
-
-def impl_of(
-    gpu: FakeGpu,
-    name: str,
-    ms: float,
-    *,
-    share: float = 1.0,
-    error: float = 0.0,
-    fail_at: int = 0,
-    host_ms: float = 0.0,
-    can_be_captured: bool = True,
-) -> Impl:
-    """Right but for `error`; takes `ms`, and raises at its `fail_at`-th call."""
-
-    def prepare(workload: Workload, inputs: Inputs) -> Call:
-        assert gpu.on_side_stream  # a backward pass is recorded on the stream of its forward pass
-        right = oracle(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal)[0]
-        calls = 0
-
-        def run(n: int) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == fail_at:
-                raise RuntimeError("it broke\nin detail")
-            gpu.call(name, ms, host_ms, can_be_captured=can_be_captured)
-            return right * (1 + error)
-
-        return Call(run=run)
-
-    return Impl(name=name, version=lambda: "1", unsupported=lambda workload: None, prepare=prepare, share=share)
-
-
-def raced(gpu: FakeGpu, *entrants: Impl, data: str = NORMAL) -> list[Result]:
-    return race(SQUARE, entrants, device=CATALOGUE[0], where=CPU, stopwatch=gpu, pace=PACE, data=data)
 
 
 def test_turns_are_balanced_and_windows_sustained() -> None:
@@ -290,13 +190,6 @@ def test_one_wrong_row_is_seen_on_hard_data() -> None:
     assert replace(task, every_row=False).distance(out, right) < SAME_FUNCTION
 
 
-def close(call: Call, workload: Workload, inputs: Inputs) -> None:
-    right = oracle(inputs.q[1], inputs.k[1], inputs.v[1], causal=workload.causal, features=inputs.features[1])[0]
-    out = call.run(1)
-    assert out.shape == right.shape
-    assert float((out.double() - right).norm() / right.norm()) < 0.02
-
-
 @pytest.mark.parametrize("workload", SHAPES, ids=lambda w: w.key)
 def test_standard_attention_is_attention(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
@@ -311,21 +204,6 @@ def test_flex_is_given_the_right_mask(workload: Workload) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it asks to be compiled, which takes a C++ compiler and a minute here
         close(Call(run=flex.flex_call(flex.attend, workload, inputs)), workload, inputs)
-
-
-FEATURES = [
-    Workload.parse(f"b2-h4-hk2-sq96-sk160-d32-{tokens}")
-    for tokens in (
-        "causal-wl40",
-        "wl40-wr7",
-        "softcap-alibi",
-        "causal-sink",
-        "bias",
-        "keybias-causal",
-        "mask-causal",
-        "keymask",
-    )
-]
 
 
 @pytest.mark.parametrize("workload", first(1, FEATURES), ids=lambda w: w.key)
@@ -367,14 +245,6 @@ def test_the_last_head_alone_has_the_features_of_the_last_head(workload: Workloa
 
 LEFT = replace(SQUARE, window_left=40)
 BOTH_SIDES = replace(SQUARE, causal=False, window_left=40, window_right=7)
-
-
-def fake_module(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
-    """An empty module that is found under this name."""
-    module = types.ModuleType(name)
-    module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
 
 
 def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, features: Features) -> torch.Tensor:

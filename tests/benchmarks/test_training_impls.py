@@ -27,8 +27,8 @@ from benchmarks.training_impls import BACKWARD, FORWARD_BACKWARD
 from flashgen.core.device import CATALOGUE
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import Inputs
+from tests.benchmarks.races import FakeGpu
 from tests.benchmarks.rows import SHARED
-from tests.benchmarks.test_race import FakeGpu
 from tests.tiers import first
 
 CPU = torch.device("cpu")

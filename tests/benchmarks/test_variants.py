@@ -16,7 +16,7 @@ from benchmarks.impls import IMPLS, Call, Impl
 from benchmarks.training_impls import BACKWARD, alone
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import make_inputs
-from tests.benchmarks.test_race import CPU, FEATURES, FakeGpu, close, impl_of, raced
+from tests.benchmarks.races import CPU, FEATURES, FakeGpu, close, impl_of, raced
 from tests.tiers import first
 
 CAUSAL = Workload(batch=4, nheads=16, seqlen_q=4096, head_dim=128, causal=True)

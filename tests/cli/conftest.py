@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ from typer.testing import CliRunner
 
 from flashgen.cli import arguments
 from flashgen.cli.main import app
-from flashgen.core.device import find_device
+from flashgen.core.device import Device, find_device
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
+from flashgen.tuning import runs
 from tests.db.samples import FAILED, MEASURED, PREDICTED, SHORT, TRIAL, timed
+from tests.tuning.fakes import FakeCompiler, FakeExecutor
 
 Invoke = Callable[..., Any]
 """Returns typer's result: exit_code, stdout, stderr."""
+
+Measure = Callable[[FakeExecutor], FakeExecutor]
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,3 +83,25 @@ def nothing_ships(monkeypatch: pytest.MonkeyPatch) -> None:
 def h100_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H100."""
     monkeypatch.setattr(arguments, "device_here", lambda: find_device("h100"))
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command find a compiler that needs no time."""
+
+    @contextlib.contextmanager
+    def compiler(device: Device, jobs: int) -> Iterator[FakeCompiler]:
+        yield FakeCompiler()
+
+    monkeypatch.setattr(runs, "make_compiler", compiler)
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch, compiles: None) -> Measure:
+    """Let the command find this executor instead of a GPU, and a compiler that needs no time."""
+
+    def use(executor: FakeExecutor) -> FakeExecutor:
+        monkeypatch.setattr(runs, "make_executor", lambda index: executor)
+        return executor
+
+    return use

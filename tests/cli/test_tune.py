@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -10,51 +9,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flashgen.codegen.render import render_standalone
 from flashgen.core.config import Config
-from flashgen.core.device import Device
 from flashgen.core.record import Failure
 from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
-from flashgen.tuning import runs
 from flashgen.tuning.workloads import preset
-from tests.cli.conftest import ROOT, Invoke
+from tests.cli.conftest import ROOT, Invoke, Measure
 from tests.tiers import EXHAUSTIVE, only
-from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
+from tests.tuning.fakes import H200, FakeExecutor
 
 SHAPE = "b1-h32-hk8-s4096-d128-causal"
 TINY = "fp32-b1-h1-s128-d16"
 TOO_WIDE = "b1-h1-s64-d1024"
-
-Measure = Callable[[FakeExecutor], FakeExecutor]
-
-
-@pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command find a compiler that needs no time."""
-
-    @contextlib.contextmanager
-    def compiler(device: Device, jobs: int) -> Iterator[FakeCompiler]:
-        yield FakeCompiler()
-
-    monkeypatch.setattr(runs, "make_compiler", compiler)
-
-
-@pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch, compiles: None) -> Measure:
-    """Let the command find this executor instead of a GPU, and a compiler that needs no time."""
-
-    def use(executor: FakeExecutor) -> FakeExecutor:
-        monkeypatch.setattr(runs, "make_executor", lambda index: executor)
-        return executor
-
-    return use
 
 
 def test_a_measured_run_prints_lines_and_a_table_and_stores(invoke: Invoke, measure: Measure) -> None:

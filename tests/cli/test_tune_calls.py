@@ -15,8 +15,7 @@ from flashgen.core.workload import Workload
 from flashgen.tuning import request as request_module
 from flashgen.tuning import tune as tune_module
 from flashgen.tuning.from_calls import by_share
-from tests.cli.conftest import Invoke
-from tests.cli.test_tune import Measure, compiles, measure  # noqa: F401 - a fixture
+from tests.cli.conftest import Invoke, Measure
 from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeExecutor, true_ms
 
@@ -52,7 +51,7 @@ def file(tmp_path: Path) -> Path:
 @EXHAUSTIVE
 def test_the_longest_share_is_tuned_and_what_was_gained_is_said(
     invoke: Invoke,
-    measure: Measure,  # noqa: F811
+    measure: Measure,
     file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -76,7 +75,7 @@ def test_the_longest_share_is_tuned_and_what_was_gained_is_said(
 
 def test_an_interrupted_run_blames_no_budget(
     invoke: Invoke,
-    measure: Measure,  # noqa: F811
+    measure: Measure,
     file: Path,
 ) -> None:
     def interrupt(number: int) -> None:

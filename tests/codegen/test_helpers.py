@@ -16,7 +16,7 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.ruff import FORMAT, assert_passes
-from tests.codegen.test_templates import used
+from tests.codegen.templates import used
 from tests.tiers import every
 
 GIVEN_TO_HELPERS = {"entry", "command", "parameters", "do_not_specialize", "num_warps", "rows"}

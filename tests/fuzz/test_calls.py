@@ -19,7 +19,9 @@ from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from tests.fakes.gpu import FakeGpu
 from tests.fuzz.answers import DTYPES, SEED, Chooser, cases, check_answers, form
 from tests.fuzz.calls import score, visible
-from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures
+from tests.runtime import conftest as runtime
+
+fresh_process, gpu, ladder = runtime.fresh_process, runtime.gpu, runtime.ladder
 
 SIZES = {"batch": (1, 2, 0), "nheads": (4, 8, 1, 0, 3), "seqlen": (64, 1, 0, 7, 128), "head_dim": (64, 128, 72, 0, 5)}
 
@@ -72,7 +74,7 @@ def promised(given: dict[str, Any]) -> object:
 
 
 @pytest.fixture(autouse=True)
-def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU count as those of its GPU, past torch's dispatcher, too."""
     monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
 

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from flashgen.cli.main import app
 from flashgen.db import layers
-from tests.cli.conftest import no_gpu  # noqa: F401 - a fixture
+from tests.cli import conftest as cli
+
+no_gpu = cli.no_gpu
 
 SHAPE = "b1-h4-s64-d64-varlen"
 """No family serves it, so that a right command ends soon, too."""
@@ -91,7 +93,7 @@ def test_every_command_that_takes_text_is_asked() -> None:
 
 
 @pytest.fixture(autouse=True)
-def machine(no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def machine(no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(layers, "shipped", lambda folder: tmp_path)
 

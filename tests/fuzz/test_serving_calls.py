@@ -25,7 +25,9 @@ from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from tests.fakes.gpu import MARK, FakeGpu
 from tests.fuzz.answers import DTYPES, SEED, Chooser, cases, check_answers, form
 from tests.fuzz.calls import score, visible
-from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures
+from tests.runtime import conftest as runtime
+
+fresh_process, gpu, ladder = runtime.fresh_process, runtime.gpu, runtime.ladder
 
 INT32, FP32 = torch.int32, torch.float32
 
@@ -145,7 +147,7 @@ def marking(checked: CheckedDecode, config: object, index: int | None, names: tu
 
 
 @pytest.fixture(autouse=True)
-def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU count as those of its GPU, past torch's dispatcher, too."""
     monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
     monkeypatch.setattr(runs, "opened", marking)

@@ -15,8 +15,10 @@ from flashgen.runtime.decode import runs, shared_keys
 from flashgen.runtime.ops import append, helpers, merging, recent, serve
 from tests.fakes.gpu import FakeGpu
 from tests.fuzz.calls import CALLS, is_of_its_type, parameters, values
-from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures
+from tests.runtime import conftest as runtime
 from tests.tiers import first
+
+fresh_process, gpu, ladder = runtime.fresh_process, runtime.gpu, runtime.ladder
 
 FLAGS = {
     "causal",
@@ -60,7 +62,7 @@ def refusal(name: str, arguments: dict[str, Any]) -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU count as those of its GPU, past torch's dispatcher, too; what is launched does nothing."""
     monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
     monkeypatch.setattr(helpers, "warm", lambda helper, index: None)

@@ -1,18 +1,30 @@
-"""Where GPU tests run, and what they leave behind in their process: a mode of torch's, or no CUDA context at all."""
+"""Where GPU tests run, what serves there, and what they leave behind: a mode of torch's, or no CUDA context at all."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 import flashgen
+from flashgen.codegen import families
+from flashgen.codegen.hopper_forward import shares
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
+from flashgen.runtime.lookup import packed_ladder, records
+from flashgen.runtime.ops import kernel_cache
 
 REPORT_S = 1.0
 """What a worker needs to send the report of its last test."""
+
+Serve = Callable[..., None]
 
 
 def in_turns(worker: str, gpus: Sequence[str]) -> str:
@@ -39,6 +51,46 @@ def generated_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FLASHGEN_QUIET", "1")
     flashgen.reload()
     yield
+    flashgen.reload()
+
+
+@pytest.fixture
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's database of the test's own, which calls read, too."""
+    path = tmp_path / "user.sqlite3"
+    monkeypatch.setenv("FLASHGEN_DB", str(path))
+    settings.cache_clear()
+    flashgen.reload()
+    yield path
+    monkeypatch.undo()
+    flashgen.reload()
+
+
+@pytest.fixture
+def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """What has a config of the Hopper family serve every forward call, without a record."""
+    monkeypatch.setenv("FLASHGEN_QUIET", "1")
+    monkeypatch.setattr(records.Records, "_of_class", lambda *_: ())
+    monkeypatch.setattr(kernel_cache, "KERNELS", {})  # other tests of this process have kernels of other families there
+
+    def serve_by(**changes: KnobValue) -> None:
+        def default(spec: Specialization, device: Device, only: tuple[str, ...] = ()) -> Config:
+            if spec.direction != "forward":
+                return families.default_config(spec, device, only)
+            usual = HOPPER_FORWARD.default(spec, device)
+            found = usual.replace(**changes)
+            return found if HOPPER_FORWARD.invalid(spec, found, device) is None else usual
+
+        monkeypatch.setattr(records, "default_config", default)
+        number = 3 if changes.get("split_keys") else 1
+        monkeypatch.setattr(shares, "_best", lambda *_: number)  # at any sizes
+        if changes:
+            monkeypatch.setattr(packed_ladder, "balanced", lambda config, *_: config)
+        flashgen.reload()
+
+    serve_by()
+    yield serve_by
+    monkeypatch.undo()
     flashgen.reload()
 
 

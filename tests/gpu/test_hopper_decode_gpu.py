@@ -14,7 +14,7 @@ from flashgen.launch.gpu import current_device
 from flashgen.runtime.decode import runs
 from flashgen.runtime.decode.call import CheckedDecode
 from tests.decoding import assert_right, make
-from tests.gpu.test_decode_gpu import CASES
+from tests.gpu.decode_cases import CASES
 
 pytestmark = pytest.mark.gpu
 

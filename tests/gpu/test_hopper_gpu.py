@@ -19,8 +19,9 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.gpu import current_device
 from flashgen.launch.plan import Launch, make_plan
-from flashgen.measure.odd_shapes import PER_HEAD, OddShape, check_odd, odd_problem, odd_problems
+from flashgen.measure.odd_shapes import PER_HEAD, OddShape, check_odd, odd_problem
 from flashgen.measure.verify import check, oracle_of
+from tests.gpu.gate import assert_passes_the_gate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -179,17 +180,6 @@ def launch_of(
     config = config or HOPPER_FORWARD.default(spec, device)
     compiled = compile_kernel(spec, config, device)
     return make_plan(compiled, spec, config, Geometry.of(q, k, v, out), 0)
-
-
-def assert_passes_the_gate(key: str, config: Config) -> None:
-    spec, device = Specialization.parse(key), current_device()
-    assert invalid(config, spec, device) is None
-    compiled = compile_kernel(spec, config, device)
-    verdict = check_odd(
-        lambda q, k, v, out, features: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), 0),
-        odd_problems(spec, "cuda"),
-    )
-    assert verdict is None, str(verdict)
 
 
 @pytest.mark.parametrize(("key", "changes"), VARIANTS, ids=str)

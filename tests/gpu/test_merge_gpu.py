@@ -10,7 +10,7 @@ import pytest
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.launch.gpu import current_device
-from tests.gpu.test_tune_gpu import run
+from tests.gpu.command import run
 
 pytestmark = pytest.mark.gpu
 

@@ -14,20 +14,14 @@ import torch
 import flashgen
 from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
+from tests.gpu.paged_cases import KEYS, QUERIES, case_of, run
 from tests.packing import Case, Packed, assert_right
 from tests.paging import LAYOUTS, Paged, paged
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-QUERIES = (1, 1, 300, 0, 128, 17, 513, 129)
-KEYS = (900, 1, 300, 7, 1200, 0, 530, 127)
 WIDE: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": 128, "dtype": BF16}
-
-
-def near(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
-    return q_idx // 100 != k_idx // 70
-
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "page": (1, 10, 16, 64, 128, 256),
@@ -47,42 +41,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 CASES = covering_array(FACTORS)
 
 
-def case_of(row: dict[str, Any]) -> Case:
-    """The call of a row of the covering array."""
-    options: dict[str, Any] = {"causal": True} if "causal" in row["position"] else {}
-    if "window" in row["position"]:
-        options["window"] = (600, 0 if "causal" in row["position"] else 30)
-    if row["softcap"]:
-        options["softcap"] = 20.0
-    (nheads, nheads_k), (head_dim, head_dim_v) = row["heads"], row["dims"]
-    return Case(
-        queries=QUERIES,
-        keys=KEYS,
-        used_q=tuple(n - n // 3 for n in QUERIES) if row["used"] else (),
-        nheads=nheads,
-        nheads_k=nheads_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=row["dtype"],
-        spare=40,
-        sinks=row["sinks"],
-        alibi=row["alibi"],
-        mod=near if row["mod"] else None,
-        options=options,
-    )
-
-
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FLASHGEN_QUIET", "1")
     flashgen.reload()
     yield
     flashgen.reload()
-
-
-def run(call: Paged, **changes: Any) -> Any:
-    """The public call."""
-    return flashgen.attention_varlen(call.q, call.k, call.v, **{**call.named, **changes})
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

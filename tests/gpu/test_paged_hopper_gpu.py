@@ -10,13 +10,13 @@ import torch
 
 import flashgen
 from tests.covering import covering_array
+from tests.gpu.clock import times
+from tests.gpu.conftest import Serve
+from tests.gpu.hopper_configs import CHANGES
 from tests.gpu.packed_cases import BF16, WIDE
-from tests.gpu.test_paged_gpu import KEYS, QUERIES, case_of, run
-from tests.gpu.test_varlen_hopper_gpu import CHANGES, Serve, served_by, times
+from tests.gpu.paged_cases import KEYS, QUERIES, case_of, run
 from tests.packing import Case, assert_right
 from tests.paging import LAYOUTS, paged
-
-__all__ = ["served_by"]
 
 pytestmark = [
     pytest.mark.gpu,

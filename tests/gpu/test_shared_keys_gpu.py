@@ -19,8 +19,8 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.gpu import current_device
 from flashgen.measure.verify import check, oracle_of
 from flashgen.runtime.ops import kernel_cache
-from tests.gpu.test_hopper_gpu import assert_passes_the_gate
-from tests.gpu.test_varlen_hopper_gpu import times
+from tests.gpu.clock import times
+from tests.gpu.gate import assert_passes_the_gate
 from tests.packing import Case, assert_right, make
 
 pytestmark = [

@@ -14,7 +14,7 @@ from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
-from tests.gpu.test_tune_gpu import run
+from tests.gpu.command import run
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import flashgen
 from flashgen.codegen import build
-from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.launch.gpu import current_device
@@ -20,22 +18,11 @@ from flashgen.measure.verify import Errors, check
 from flashgen.runtime.decode import plans
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.ops import serve
-from tests.gpu.test_tune_gpu import run
+from tests.gpu.command import run
 
 pytestmark = pytest.mark.gpu
 
 STEPS = ("dec-b16-h32-hk8-sk4096-d128", "dec-b8-h16-hk2-sq2-sk1000-d64-page16-causal-sink-wl300")
-
-
-@pytest.fixture
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    path = tmp_path / "user.sqlite3"
-    monkeypatch.setenv("FLASHGEN_DB", str(path))
-    settings.cache_clear()
-    flashgen.reload()
-    yield path
-    monkeypatch.undo()
-    flashgen.reload()
 
 
 @pytest.mark.parametrize("key", STEPS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import flashgen
 from flashgen.codegen.families import applicable, fitted
 from flashgen.codegen.family import Sizes
 from flashgen.core.record import Failure
-from flashgen.core.settings import child_environment
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.launch.gpu import current_device
@@ -22,21 +19,11 @@ from flashgen.measure.bench import GpuToolchain
 from flashgen.measure.data_kinds import HARD_KINDS
 from flashgen.measure.directions import DIRECTIONS
 from flashgen.measure.protocol import specialization
+from tests.gpu.command import run
 
 pytestmark = pytest.mark.gpu
 
 SHAPE = "b2-h8-hk2-s1024-d64-causal"
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flashgen", *arguments],
-        env=child_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
 
 
 @pytest.mark.alone

@@ -19,12 +19,9 @@ from flashgen.measure.verify import Errors, check
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.mixed import launches, split_ms
 from flashgen.runtime.ops import serve
-from tests.gpu.test_tune_decode_gpu import database
-from tests.gpu.test_tune_gpu import run
+from tests.gpu.command import run
 
 pytestmark = pytest.mark.gpu
-
-__all__ = ["database"]
 
 KEYS = (
     "b8-h8-hk2-tq4096-s1024-d128-causal-varlen",

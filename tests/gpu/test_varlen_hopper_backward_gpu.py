@@ -24,8 +24,8 @@ from flashgen.core.workload import Specialization
 from flashgen.runtime.lookup import packed_ladder, records
 from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
+from tests.gpu.clock import times
 from tests.gpu.packed_cases import BF16, KEYS, WIDE, case_of
-from tests.gpu.test_varlen_hopper_gpu import times
 from tests.packing import Case, Packed, assert_gradients, gradients, make
 
 pytestmark = [

@@ -8,28 +8,25 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
 import flashgen
-from flashgen.codegen import families
 from flashgen.codegen.families import beside
-from flashgen.codegen.hopper_forward import shares
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.hopper_forward.tile_choice import TILES
-from flashgen.core.config import Config, KnobValue
-from flashgen.core.device import Device
+from flashgen.core.config import KnobValue
 from flashgen.core.workload import Specialization
 from flashgen.launch.dtypes import TORCH_DTYPES
 from flashgen.launch.gpu import current_device
-from flashgen.runtime.lookup import packed_ladder, records
 from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
+from tests.gpu.clock import times
+from tests.gpu.conftest import Serve
+from tests.gpu.hopper_configs import CHANGES
 from tests.gpu.packed_cases import BF16, KEYS, WIDE, case_of
 from tests.packing import Case, Packed, assert_right, make
 
@@ -41,30 +38,6 @@ pytestmark = [
     ),
 ]
 
-
-ONE_WARPGROUP: dict[str, KnobValue] = {
-    "warpgroups": 1,
-    "blocks_per_sm": 2,
-    "block_n": 64,
-    "v_stages": 2,
-    "barriers": "mbarrier",
-    "ping_pong": False,
-    "exp_order": "free",
-    "q_stages": 1,
-    "hidden_blocks": "computed",
-}
-CHANGES: dict[str, dict[str, KnobValue]] = {
-    "default": {},
-    "running maximum": {"softmax_reference": "running", "early_settle": False},
-    "early settle": {"early_settle": True},
-    "one warpgroup": ONE_WARPGROUP,
-    "two tiles of Q": {"q_stages": 2, "block_n": 64},
-    "mbarriers": {"barriers": "mbarrier", "exp_order": "free"},
-    "hidden blocks": {"block_n": 64, "v_stages": 3, "hidden_blocks": "skipped"},
-    "given order": {"heads_per_group": 1},
-    "all heads": {"heads_per_group": 32},
-    "shares": {"split_keys": True},
-}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dims": ((128, 128), (64, 64), (96, 80), (192, 128), (256, 256)),
     "dtype": (BF16, torch.float16),
@@ -81,37 +54,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "changes": tuple(CHANGES),
 }
 CASES = covering_array(FACTORS)
-
-
-Serve = Callable[..., None]
-
-
-@pytest.fixture
-def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """What has a config of the family serve every forward call, without a record."""
-    monkeypatch.setenv("FLASHGEN_QUIET", "1")
-    monkeypatch.setattr(records.Records, "_of_class", lambda *_: ())
-    monkeypatch.setattr(kernel_cache, "KERNELS", {})  # other tests of this process have kernels of other families there
-
-    def serve_by(**changes: KnobValue) -> None:
-        def default(spec: Specialization, device: Device, only: tuple[str, ...] = ()) -> Config:
-            if spec.direction != "forward":
-                return families.default_config(spec, device, only)
-            usual = HOPPER_FORWARD.default(spec, device)
-            found = usual.replace(**changes)
-            return found if HOPPER_FORWARD.invalid(spec, found, device) is None else usual
-
-        monkeypatch.setattr(records, "default_config", default)
-        number = 3 if changes.get("split_keys") else 1
-        monkeypatch.setattr(shares, "_best", lambda *_: number)  # at any sizes
-        if changes:
-            monkeypatch.setattr(packed_ladder, "balanced", lambda config, *_: config)
-        flashgen.reload()
-
-    serve_by()
-    yield serve_by
-    monkeypatch.undo()
-    flashgen.reload()
 
 
 def run(packed: Packed, **changes: Any) -> Any:
@@ -203,24 +145,6 @@ def test_ends_that_lead_out_of_the_tensors_do_not() -> None:
         run(packed, cu_seqlens_q=torch.tensor(wild, dtype=torch.int32, device="cuda"), max_seqlen_q=2000)
     torch.cuda.synchronize()
     assert torch.equal(run(packed), right)  # and the tile counter is where it was
-
-
-def times(calls: list[Callable[[], Any]]) -> list[float]:
-    """Milliseconds of each, in rotation; medians of nine windows of 50 ms or so."""
-    found: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    for _ in range(9):
-        for call, windows in zip(calls, found, strict=True):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            call()
-            start.record()
-            for _ in range(20):
-                call()
-            end.record()
-            end.synchronize()
-            windows.append(start.elapsed_time(end) / 20)
-    return [median(windows) for windows in found]
 
 
 @pytest.mark.alone

@@ -25,7 +25,7 @@ from tests.integrations.flash_attn_calls import (
     plain,
     randn,
 )
-from tests.interpreter.test_append_kv import rotated
+from tests.rotary import rotated
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 

@@ -14,7 +14,7 @@ from flashgen.core.errors import WorkloadError
 from flashgen.core.settings import settings
 from flashgen.flash_attn_interface import flash_attn_with_kvcache
 from tests.integrations.flash_attn_calls import DV, HK, D, H, Tensor, assert_same, ends, plain, randn
-from tests.interpreter.test_append_kv import rotated
+from tests.rotary import rotated
 from tests.tiers import first
 
 KNOWN, NEW, QUERIES = (4, 9, 0), (3, 0, 5), (2, 1, 7)

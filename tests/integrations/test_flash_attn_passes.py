@@ -20,7 +20,7 @@ from flashgen.flash_attn.flash_attn_interface import (
 from flashgen.flash_attn.layers import rotary
 from tests.integrations.flash_attn_calls import DV, HK, SK, SQ, WIDE, B, D, H, Tensor, assert_same, ends, randn
 from tests.integrations.ops_on_cpu import ops_on_cpu
-from tests.interpreter.test_append_kv import rotated
+from tests.rotary import rotated
 
 SCALE = 0.3
 GIVEN: list[dict[str, Any]] = [

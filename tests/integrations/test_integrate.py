@@ -35,11 +35,13 @@ from flashgen.runtime.ops import recording, serve
 from flashgen.tuning import runs
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu
-from tests.runtime.conftest import emulated, fresh_process, ladder  # noqa: F401 - fixtures
+from tests.runtime import conftest as runtime
 from tests.runtime.ladders import Ladder, measured
 from tests.tiers import EXHAUSTIVE
 from tests.tiny_models import MODELS
 from tests.tuning.fakes import FakeCompiler, FakeExecutor, true_ms
+
+emulated, fresh_process, ladder = runtime.emulated, runtime.fresh_process, runtime.ladder
 
 pytestmark = [pytest.mark.xdist_group("transformers"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -228,7 +230,7 @@ def test_a_model_that_asks_nobody_is_refused() -> None:
 
 
 @pytest.fixture
-def tuned_here(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:  # noqa: F811
+def tuned_here(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     """An H200 that computes in torch, with a search that times by a formula."""
     monkeypatch.setattr(sdpa_arguments, "DEVICES", ("cpu",))
     monkeypatch.setenv("FLASHGEN_POLICY", "generated")  # torch's kernels are none of this machine's
@@ -260,7 +262,7 @@ def test_it_tunes_what_is_called_and_says_what_that_gained(tuned_here: EmulatedG
         untuned.write_package("other", tmp_path / "other")
 
 
-def test_a_miss_costs_what_the_best_of_the_nearest_records_would_save(ladder: Ladder) -> None:  # noqa: F811
+def test_a_miss_costs_what_the_best_of_the_nearest_records_would_save(ladder: Ladder) -> None:
     asked = Workload.parse("b4-h32-hk8-s2048-d128-causal")
     assert Misses(H200).cost_ms(_called(asked)) is None
     near = measured()

@@ -14,8 +14,8 @@ import torch
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
+from tests.integrations.engines import DIM, HEADS, HEADS_K, attention
 from tests.integrations.sglang_stand_in import ATTENTION_BACKEND_CHOICES, ATTENTION_BACKENDS, sglang_stand_in
-from tests.integrations.test_vllm import DIM, HEADS, HEADS_K, attention
 
 Tensor = torch.Tensor
 

@@ -14,6 +14,7 @@ import torch
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
+from tests.integrations.engines import DIM, HEADS, HEADS_K, attention
 from tests.integrations.vllm_stand_in import (
     OVERRIDES,
     AttentionBackendEnum,
@@ -24,7 +25,7 @@ from tests.integrations.vllm_stand_in import (
 
 Tensor = torch.Tensor
 
-HEADS, HEADS_K, DIM, BLOCK = 4, 2, 16, 16
+BLOCK = 16
 QUERIES, KEYS = (1, 1, 5, 20, 1), (33, 1, 40, 20, 17)
 CPU = torch.device("cpu")
 
@@ -191,20 +192,6 @@ def filled(batch: SimpleNamespace, keys: list[Tensor], values: list[Tensor], is_
             else:
                 cache[page, :, place] = torch.stack([keys[i][p], values[i][p]])
     return cache
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, m: int, n: int, given: dict[str, Any]) -> Tensor:
-    """One sequence in float64, written out."""
-    q, k, v = q.double(), *(x.double().repeat_interleave(HEADS // HEADS_K, 1) for x in (k, v))
-    scores = torch.einsum("mhd,nhd->hmn", q, k) * 0.3
-    if cap := given.get("logits_soft_cap"):
-        scores = cap * (scores / cap).tanh()
-    distance = torch.arange(n - m, n)[:, None] - torch.arange(n)
-    scores = scores - torch.tensor(given.get("alibi_slopes", [0.0] * HEADS)).double()[:, None, None] * distance
-    hidden = (distance < 0) | (distance >= given.get("sliding_window", n))
-    weights = scores.masked_fill(hidden, -torch.inf).exp()
-    sinks = given.get("sinks", torch.full((HEADS,), -torch.inf)).double().exp()
-    return torch.einsum("hmn,nhd->mhd", weights / (weights.sum(-1, True) + sinks[:, None, None]), v)
 
 
 def test_a_step_makes_two_calls_and_its_views_once(monkeypatch: pytest.MonkeyPatch) -> None:

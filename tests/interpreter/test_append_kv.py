@@ -10,6 +10,7 @@ import torch
 
 import flashgen
 from flashgen import reference
+from tests.rotary import rotated
 
 BATCH, NEW, HEADS, DIM, CAPACITY = 3, 3, 2, 24, 80
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,17 +57,6 @@ class Cache:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: int, *, interleaved: bool) -> torch.Tensor:
-    """A head of one token in float64, turned column by column."""
-    found, half = x.double().clone(), cos.shape[1]
-    for i in range(half):
-        one, two = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        c, s = cos[position, i].double(), sin[position, i].double()
-        found[..., one] = x[..., one].double() * c - x[..., two].double() * s
-        found[..., two] = x[..., one].double() * s + x[..., two].double() * c
-    return found
 
 
 def angles(dim: int, dtype: torch.dtype, positions: int = CAPACITY) -> tuple[torch.Tensor, torch.Tensor]:

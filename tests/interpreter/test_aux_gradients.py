@@ -14,9 +14,9 @@ from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.core.workload import Specialization
 from flashgen.runtime.ops.mods import score_mods
-from tests.interpreter.test_backward import run
-from tests.interpreter.test_mods import built, indices, tensors
-from tests.interpreter.test_varlen import _gradient, differentiated
+from tests.interpreter.backward import run
+from tests.interpreter.mods import built, indices, tensors
+from tests.interpreter.packed import differentiated, gradient_of
 from tests.packing import Case, make, reference
 from tests.tiers import every
 
@@ -139,7 +139,7 @@ def test_packed_sequences_add_to_one_sum_and_rows_that_do_not_count_add_nothing(
     differentiated(packed, row.id, sums=(sums,), loads=loads)
     leaf = table.double().requires_grad_()
     named = packed.named | {"score_mod": lambda s, b, h, i, j: relative_formula(s, b, h, i, j, leaf)}
-    dout, total = _gradient(packed, torch.empty(*packed.q.shape[:2], 32)), torch.zeros((), dtype=torch.float64)
+    dout, total = gradient_of(packed, torch.empty(*packed.q.shape[:2], 32)), torch.zeros((), dtype=torch.float64)
     for b, queries, keys in packed.sequences():
         k, v = (one[keys].double().repeat_interleave(2, 1) for one in (packed.k, packed.v))
         out, _ = reference(packed.q[queries].double(), k, v, b, named)

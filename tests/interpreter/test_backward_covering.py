@@ -11,8 +11,8 @@ import torch
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.core.workload import Specialization
 from tests.covering import covering_array
+from tests.interpreter.backward import check
 from tests.interpreter.dense import Rules
-from tests.interpreter.test_backward import check
 from tests.tiers import first
 
 KINDS = {"": "", "full": "full", "keys": "keys", "scattered": "full"}

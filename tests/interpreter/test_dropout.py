@@ -12,10 +12,10 @@ from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, P
 from flashgen.core.features.dropout import keep_scale
 from flashgen.core.workload import Specialization
 from flashgen.reference.philox import kept
-from tests.interpreter import test_backward as backward
+from tests.interpreter.backward import check
 from tests.interpreter.dense import Rules, attention, unseen_keys
-from tests.interpreter.test_forward import compare, config_for, run, tensors
-from tests.interpreter.test_varlen import _gradient, differentiated, interpreted
+from tests.interpreter.forward import compare, config_for, run, tensors
+from tests.interpreter.packed import differentiated, gradient_of, interpreted
 from tests.packing import Case, assert_gradients, assert_right, gradients, make
 from tests.tiers import every
 
@@ -83,7 +83,7 @@ def test_gradients(row: KernelFamily, key: str, knobs: dict[str, int | str | boo
     if "alibi" in key:
         host |= {"softcap": 2.0, "alibi_slopes": torch.rand(2, generator=generator)}
     rules = Rules(causal=key == "causal", dropped=dropped(shape), **host)  # type: ignore[arg-type]
-    backward.check(row, f"bwd-fp16-d32-{key}-dropout", shape, rules, host=host | GIVEN, **knobs)
+    check(row, f"bwd-fp16-d32-{key}-dropout", shape, rules, host=host | GIVEN, **knobs)
 
 
 PACKED = {
@@ -98,5 +98,5 @@ def test_packed_sequences(name: str, family_id: str) -> None:
     packed = make(PACKED[name])
     out, lse = interpreted(packed, block_m=32)
     assert_right(packed, out, lse)
-    right = gradients(packed, _gradient(packed, out))
+    right = gradients(packed, gradient_of(packed, out))
     assert_gradients(packed, differentiated(packed, family_id), right)

@@ -15,7 +15,7 @@ from flashgen.codegen.generated import load_module
 from flashgen.codegen.render import render_standalone
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, attention
-from tests.interpreter.test_forward import compare, config_for, run, tensors
+from tests.interpreter.forward import compare, config_for, run, tensors
 from tests.tiers import every, first
 
 LOADS = pytest.mark.parametrize("loads", ["descriptor", "pointer"])

@@ -16,7 +16,7 @@ from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.lookup.few_queries import decode_specialization
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from tests.decoding import assert_right
-from tests.interpreter.test_decode import launched, small_config
+from tests.interpreter.decode import launched, small_config
 from tests.tiers import only
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

@@ -12,17 +12,10 @@ import math
 import pytest
 import torch
 
-from flashgen.codegen.generated import load_module
-from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
-from flashgen.codegen.render import render_standalone
-from flashgen.core.config import Config
-from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
+from tests.interpreter.forward import compare, config_for, run, tensors
 from tests.tiers import every
 
-# the interpreter multiplies exactly, and knows no products in parts
-SMALL = {"block_m": 32, "block_n": 32, "num_warps": 2, "num_stages": 2, "products": "ieee"}
-TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-6}
 SHAPES = [  # batch, nheads, nheads_k, seqlen_q, seqlen_k
     (1, 1, 1, 1, 1),
     (2, 4, 2, 33, 70),
@@ -30,10 +23,6 @@ SHAPES = [  # batch, nheads, nheads_k, seqlen_q, seqlen_k
     (1, 3, 3, 40, 17),
     (2, 2, 1, 1, 50),
 ]
-
-
-def config_for(spec: Specialization, **changes: int | str | bool) -> Config:
-    return PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**{**SMALL, **changes})
 
 
 def oracle(
@@ -53,37 +42,6 @@ def oracle(
         hidden = torch.arange(seqlen_k) > torch.arange(seqlen_q)[:, None] + shift
         scores = scores.masked_fill(hidden, -math.inf)
     return torch.softmax(scores, -1).nan_to_num(0.0) @ v, torch.logsumexp(scores, -1)
-
-
-def compare(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    out, lse = got
-    tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out.double(), expected[0], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.double(), expected[1], atol=1e-3, rtol=1e-5)
-
-
-def tensors(
-    shape: tuple[int, ...], head_dim: int, head_dim_v: int, dtype: torch.dtype, layout: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, nheads, nheads_k, seqlen_q, seqlen_k = shape
-    generator = torch.Generator().manual_seed(sum(shape) + head_dim)
-
-    def one(heads: int, rows: int, cols: int) -> torch.Tensor:
-        if layout == "bshd":
-            return torch.randn(batch, rows, heads, cols, generator=generator).to(dtype).transpose(1, 2)
-        return torch.randn(batch, heads, rows, cols, generator=generator).to(dtype)
-
-    return one(nheads, seqlen_q, head_dim), one(nheads_k, seqlen_k, head_dim), one(nheads_k, seqlen_k, head_dim_v)
-
-
-def run(
-    spec: Specialization, config: Config, *arguments: torch.Tensor, **options: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    source = render_standalone(spec, config)
-    result: tuple[torch.Tensor, torch.Tensor] = getattr(load_module(source), f"{source.entry}_call")(
-        *arguments, **options
-    )
-    return result
 
 
 @pytest.mark.parametrize("shape", SHAPES)

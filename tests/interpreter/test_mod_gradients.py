@@ -14,19 +14,9 @@ from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, P
 from flashgen.core.features.values import BlockMask
 from flashgen.core.workload import Specialization
 from flashgen.runtime.ops.mods import score_mods
+from tests.interpreter.backward import TOLERANCE, compare, run
 from tests.interpreter.dense import Rules
-from tests.interpreter.test_backward import TOLERANCE, compare, run
-from tests.interpreter.test_mods import (
-    Formula,
-    built,
-    document,
-    indices,
-    mask_cases,
-    of_keys,
-    of_query,
-    relative,
-    tensors,
-)
+from tests.interpreter.mods import Formula, built, document, indices, mask_cases, of_keys, of_query, relative, tensors
 from tests.tiers import EXHAUSTIVE, every, first, only
 
 FAMILIES = [PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED]

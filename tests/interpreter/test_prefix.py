@@ -13,7 +13,7 @@ from flashgen.runtime.decode.prefix import Prefix
 from flashgen.runtime.decode.shared_keys import passes, shared_call
 from flashgen.runtime.ops.merging import merge
 from tests.decoding import Case, assert_right, make, only
-from tests.interpreter.test_decode import GRID, WARPS, interpreted, launched, results, small_config
+from tests.interpreter.decode import GRID, WARPS, interpreted, launched, results, small_config
 from tests.prefixes import joined, make_prefix
 from tests.tiers import every
 

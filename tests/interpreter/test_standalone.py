@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from flashgen.cli.main import app
+from tests.interpreter.backward import TOLERANCE
 from tests.interpreter.dense import Rules, attention, gradients
-from tests.interpreter.test_backward import TOLERANCE
-from tests.interpreter.test_forward import compare, tensors
+from tests.interpreter.forward import compare, tensors
 
 Print = Callable[..., tuple[ModuleType, str]]
 SMALL = "portable_forward:block_m=32,block_n=32,num_warps=2,num_stages=2,loads=pointer"

@@ -15,7 +15,7 @@ from flashgen.measure.backward_reference import (
     sinks_gradient,
 )
 from flashgen.measure.score_rule import ScoreRule
-from tests.measure.test_oracle_features import dense, random
+from tests.measure.dense import dense, random
 
 AXES = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())
 

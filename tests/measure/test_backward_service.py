@@ -26,7 +26,7 @@ from flashgen.measure.reference import oracle
 from flashgen.measure.service import Judge
 from tests.fakes.attention import Emulated
 from tests.fakes.attention_backward import EmulatedBackward
-from tests.measure.test_service import Clocked, CountingStopwatch
+from tests.measure.clocks import Clocked, CountingStopwatch
 
 SMALL = Workload.parse("bwd-bf16-b1-h2-hk1-s40-d16-causal-keybias-sink")
 

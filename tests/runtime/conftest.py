@@ -11,11 +11,15 @@ import torch
 
 from flashgen.codegen import build
 from flashgen.db import layers
-from flashgen.launch import binaries, nvml, plan
+from flashgen.launch import binaries, decode_plan, nvml, plan
+from flashgen.runtime.decode import plans, runs
 from flashgen.runtime.ops import kernel_cache, serve
 from tests.db.samples import H200, MEASURED
+from tests.fakes.driver import FakeDriver
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, MadeAnew
+from tests.fakes.gpu_zero import on_gpu_zero
 from tests.fakes.turns import Turns, imagined_gpu
+from tests.fakes.uncompiled import compile_nothing
 from tests.runtime.ladders import Ladder
 from tests.tiers import first
 
@@ -58,6 +62,28 @@ def emulated(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     """An H200 that computes in torch, on tensors of the CPU."""
     monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
     return _installed(EmulatedGpu(), monkeypatch)
+
+
+@pytest.fixture
+def bare_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
+    fake = FakeDriver()
+    compile_nothing(monkeypatch)
+    with on_gpu_zero(fake, monkeypatch):
+        yield fake
+
+
+@pytest.fixture
+def driver(bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """The same of the only GPU, whose streams are not captured; no step of decoding was launched before."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    runs.forget()
+    plans.PLANS.clear()
+    decode_plan._SHARED.clear()
+    yield bare_driver
+    runs.forget()
+    plans.PLANS.clear()
 
 
 def _installed(fake: AnyGpu, monkeypatch: pytest.MonkeyPatch) -> AnyGpu:

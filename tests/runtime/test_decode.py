@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,61 +19,17 @@ from flashgen.core.workload import Specialization
 from flashgen.launch import decode_plan
 from flashgen.launch.decode_plan import POINTERS
 from flashgen.runtime.decode import api, plans, runs
-from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
+from flashgen.runtime.decode.call import CheckedDecode
 from flashgen.runtime.decode.contents import check_contents
 from tests.decoding import Case, arguments, make
-from tests.fakes.driver import INVALID_VALUE, FakeDriver, Launched
-from tests.fakes.gpu_zero import H200, on_gpu_zero
-from tests.fakes.uncompiled import compile_nothing
+from tests.fakes.driver import INVALID_VALUE, FakeDriver
+from tests.fakes.gpu_zero import H200
+from tests.runtime.decode_calls import GOOD, RULES, broken, kernels_of, run
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
-    fake = FakeDriver()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    runs.forget()
-    plans.PLANS.clear()
-    decode_plan._SHARED.clear()
-    compile_nothing(monkeypatch)
-    with on_gpu_zero(fake, monkeypatch):
-        yield fake
-    runs.forget()
-    plans.PLANS.clear()
-
-
-def run(fake: FakeDriver, call: DecodeCall) -> list[Launched]:
-    """The launches of a call."""
-    fake.named = kernels_of(call)
-    before = len(fake.launches)
-    tensors, named = arguments(call)
-    flashgen.attention_decode(*tensors, **named)
-    return fake.launches[before:]
-
-
-def kernels_of(call: DecodeCall, *, is_shared: bool = False) -> dict[str, Any]:
-    """The parameters of a call's kernels, or of those over keys that sequences share, by the names of the kernels."""
-    spec = Specialization(
-        direction="decode",
-        dtype="bf16" if call.q.dtype == torch.bfloat16 else "fp16",
-        head_dim=call.q.shape[3],
-        head_dim_v=call.v_cache.shape[3],
-        page_size=None if call.block_table is None else call.k_cache.shape[1],
-        sink=call.features.sinks is not None and not is_shared,
-        offset_tensor=is_shared,
-        alibi=call.features.alibi_slopes is not None,
-        softcap=bool(call.features.softcap),
-    )
-    keys = 0 if call.fixed_split_size and not is_shared else 1  # what is shared has many query rows then
-    batch = min(call.q.shape[0], 2)  # the rule is another one for one sequence
-    config = decode_config(spec, Sizes(batch=batch, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=keys), H200)
-    return {kernel.entry: kernel.parameters for kernel in family(config.family).kernels(spec, config)}
-
-
-def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
+def test_both_kernels_read_the_call(driver: FakeDriver) -> None:
     call = make(Case(lens=(300, 0, 64), page=64, sinks=True, options={"causal": True}, seqlen_q=3))
-    first, second = run(gpu, replace(call, return_lse=True))
+    first, second = run(driver, replace(call, return_lse=True))
     tensors = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens, "Table": call.block_table}
     for name, tensor in {**tensors, "Sinks": call.features.sinks}.items():
         assert tensor is not None
@@ -94,81 +48,81 @@ def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
     assert (first.attributes, second.attributes) == ([], [(6, 1)])
 
 
-def test_a_second_call_finds_its_launch_and_other_pointers_are_written(gpu: FakeDriver) -> None:
+def test_a_second_call_finds_its_launch_and_other_pointers_are_written(driver: FakeDriver) -> None:
     case = Case(lens=(300, 0, 64), page=16)
     one, other = make(case), make(case, seed=3)  # both live at once: else their tensors may have the same addresses
-    (first, _), (again, _) = run(gpu, one), run(gpu, other)
+    (first, _), (again, _) = run(driver, one), run(driver, other)
     assert len(runs.MEMO) == 1
     assert first.values["PartO"] == again.values["PartO"]  # memory that the stream's calls share
     assert first.values["Q"] == one.q.data_ptr()
     assert again.values["Q"] == other.q.data_ptr() != first.values["Q"]
-    run(gpu, make(replace(case, lens=(300, 2))))
+    run(driver, make(replace(case, lens=(300, 2))))
     assert len(runs.MEMO) == 2
     assert len(plans.PLANS) == 1
-    assert len(gpu.loaded) == 2
+    assert len(driver.loaded) == 2
 
 
-def test_a_graph_that_is_captured_has_memory_of_its_own(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_is_captured_has_memory_of_its_own(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make(Case(lens=(300, 0, 64), page=16))
-    ((first, _), shared) = run(gpu, call), dict(decode_plan._SHARED)
+    ((first, _), shared) = run(driver, call), dict(decode_plan._SHARED)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    (captured, _) = run(gpu, call)
+    (captured, _) = run(driver, call)
     assert first.values["PartO"] in {start for _, start in shared.values()}
     assert captured.values["PartO"] not in {start for _, start in shared.values()}
     assert shared.keys() == decode_plan._SHARED.keys() == {(0, 7)}
 
 
-def test_the_merge_is_launched_where_keys_may_be_split_alone(gpu: FakeDriver) -> None:
-    assert len(run(gpu, make(Case(lens=(64, 3))))) == 1
-    assert len(run(gpu, make(Case(lens=(65, 3))))) == 2
-    assert len(run(gpu, make(Case(lens=(256, 3), options={"fixed_split_size": 256})))) == 1
-    first, second = run(gpu, make(Case(lens=(257, 3), options={"fixed_split_size": 256})))
+def test_the_merge_is_launched_where_keys_may_be_split_alone(driver: FakeDriver) -> None:
+    assert len(run(driver, make(Case(lens=(64, 3))))) == 1
+    assert len(run(driver, make(Case(lens=(65, 3))))) == 2
+    assert len(run(driver, make(Case(lens=(256, 3), options={"fixed_split_size": 256})))) == 1
+    first, second = run(driver, make(Case(lens=(257, 3), options={"fixed_split_size": 256})))
     assert first.values["split_tiles"] == 4
     assert second.grid == (2, 2, 2)  # rows, key heads, sequences
 
 
-def test_a_launch_that_the_driver_refuses_changes_nothing_for_the_next(gpu: FakeDriver) -> None:
+def test_a_launch_that_the_driver_refuses_changes_nothing_for_the_next(driver: FakeDriver) -> None:
     call = make(Case(lens=(300, 0, 64), page=16))
-    before = run(gpu, call)
-    gpu.code = INVALID_VALUE
+    before = run(driver, call)
+    driver.code = INVALID_VALUE
     with pytest.raises(LaunchError, match="invalid argument"):
-        run(gpu, call)
-    gpu.code = 0
-    after = run(gpu, call)
+        run(driver, call)
+    driver.code = 0
+    after = run(driver, call)
     for one, other in zip(before, after, strict=True):
         assert one.values | {"O": 0} == other.values | {"O": 0}
 
 
-def test_large_batches_are_several_launches(gpu: FakeDriver) -> None:
+def test_large_batches_are_several_launches(driver: FakeDriver) -> None:
     call = make(Case(lens=(20,) * 1025, room=300, head_dim=16, nheads=1, nheads_k=1))
-    first, _, second, _ = run(gpu, call)
+    first, _, second, _ = run(driver, call)
     assert (first.values["batch"], second.values["batch"]) == (1024, 1)
     for name, tensor in {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens}.items():
         assert second.values[name] == tensor[1024].data_ptr()
 
 
-def test_without_keys_or_sequences_nothing_is_launched(gpu: FakeDriver) -> None:
+def test_without_keys_or_sequences_nothing_is_launched(driver: FakeDriver) -> None:
     call = make(Case(lens=(3, 4), sinks=True))
     empty = replace(call, k_cache=call.k_cache[:, :0], v_cache=call.v_cache[:, :0], return_lse=True)
-    assert run(gpu, empty) == []
+    assert run(driver, empty) == []
     out, lse = runs.run(empty)
     assert not out.any()
     assert lse is not None
     assert call.features.sinks is not None
     assert torch.equal(lse[1, :, 0], call.features.sinks)
     none = replace(call, **{name: getattr(call, name)[:0] for name in ("q", "k_cache", "v_cache", "seqlens")})
-    assert run(gpu, none) == []
+    assert run(driver, none) == []
 
 
-def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torch_compile_the_call_is_one_op(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Dynamo sees it, without the seconds that Dynamo takes: a real call through the op, and shapes without data."""
     monkeypatch.setattr(api, "is_dynamo_compiling", lambda: True)
     call = make(Case(lens=(300, 2), page=16, sinks=True, options={"window": (100, 0)}))
     tensors, named = arguments(replace(call, return_lse=True))
-    gpu.named = kernels_of(call)
+    driver.named = kernels_of(call)
     out, lse = flashgen.attention_decode(*tensors, **named)
     assert (out.shape, lse.shape) == ((2, 1, 4, 32), (2, 4, 1))
-    first, _ = gpu.launches
+    first, _ = driver.launches
     assert not decode_plan._SHARED
     assert call.features.sinks is not None
     assert (first.values["window_left"], first.values["Sinks"]) == (100, call.features.sinks.data_ptr())
@@ -178,7 +132,7 @@ def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: py
         out, lse = flashgen.attention_decode(*fakes, **options)
         assert (out.shape, lse.shape, lse.dtype) == ((2, 1, 4, 32), (2, 4, 1), torch.float32)
         assert flashgen.attention_decode(*fakes, **{**options, "return_lse": False}).shape == out.shape
-    assert len(gpu.launches) == 2
+    assert len(driver.launches) == 2
 
 
 def test_pointers_that_a_call_writes_are_those_of_the_kernels() -> None:
@@ -198,61 +152,6 @@ def test_pointers_that_a_call_writes_are_those_of_the_kernels() -> None:
     assert named - {"PartO", "PartLse"} == set(POINTERS) - {"BatchIdx"}
 
 
-GOOD = Case(lens=(40, 7), page=16)
-
-
-def broken(name: str) -> DecodeCall:
-    """A call that breaks one rule."""
-    call = make(GOOD)
-    table, lens = call.block_table, call.seqlens
-    assert table is not None
-    plain = make(Case(lens=(40, 7)))
-    ids = torch.zeros(2, dtype=torch.int32)
-    return {
-        "four dimensions": lambda: replace(call, q=call.q[0]),
-        "all bfloat16 or all float16": lambda: replace(call, q=call.q.float()),
-        "all bfloat16 or all float16, got": lambda: replace(call, v_cache=call.v_cache.bfloat16()),
-        "last dimension of k_cache is contiguous": lambda: replace(call, k_cache=call.k_cache.transpose(1, 3)),
-        "no backward pass": lambda: replace(call, q=call.q.clone().requires_grad_()),
-        "seqlens is int32": lambda: replace(call, seqlens=lens.long()),
-        "seqlens must be a tensor": lambda: replace(call, seqlens=[40, 7]),  # type: ignore[arg-type]
-        "block_table is int32": lambda: replace(call, block_table=table[0]),
-        "with batch 2": lambda: replace(call, block_table=table[:1]),
-        "contiguous along its last": lambda: replace(call, block_table=table.repeat(1, 2)[:, ::2]),
-        "same shape but for the last": lambda: replace(call, v_cache=call.v_cache[:-1]),
-        "has the head_dim of q": lambda: replace(call, k_cache=call.k_cache[..., :16]),
-        "a multiple of those of the caches": lambda: replace(call, q=call.q[:, :, :3]),
-        "q has at least one head": lambda: replace(call, q=call.q[:, :, :0]),
-        "head_dim_v must be at least 1, got 0": lambda: replace(
-            call, q=call.q[..., :0], k_cache=call.k_cache[..., :0], v_cache=call.v_cache[..., :0]
-        ),
-        "1 to 16 queries": lambda: replace(call, q=call.q.repeat(1, 17, 1, 1)),
-        "belong to contiguous caches": lambda: replace(call, leftpad=ids),
-        "a row for each of the 2 sequences": lambda: replace(plain, k_cache=call.k_cache, v_cache=call.v_cache),
-        "fixed_split_size is a multiple": lambda: replace(call, fixed_split_size=200),
-        "fixed_split_size must be at least": lambda: replace(call, fixed_split_size=64),
-        "softmax_scale is finite": lambda: replace(call, softmax_scale=-1.0),
-        "softcap is finite": lambda: replace(call, features=Features(softcap=-1.0)),
-        "window is": lambda: replace(call, features=Features(window=(1,))),  # type: ignore[arg-type]
-        "an edge of a window": lambda: replace(call, features=Features(window=(-1, 0))),
-        "causal must be True or False": lambda: replace(call, causal=2),  # type: ignore[arg-type]
-        "sinks are": lambda: replace(call, features=Features(sinks=torch.zeros(3))),
-        "alibi_slopes are": lambda: replace(call, features=Features(alibi_slopes=torch.zeros(3))),
-    }[name]()
-
-
-RULES = (
-    *("four dimensions", "all bfloat16 or all float16", "all bfloat16 or all float16, got"),
-    *("last dimension of k_cache is contiguous", "no backward pass", "seqlens is int32", "seqlens must be a tensor"),
-    *("block_table is int32", "with batch 2", "contiguous along its last", "same shape but for the last"),
-    *("head_dim_v must be at least 1, got 0", "q has at least one head"),
-    *("has the head_dim of q", "a multiple of those of the caches", "1 to 16 queries", "belong to contiguous caches"),
-    *("a row for each of the 2 sequences", "fixed_split_size is a multiple", "fixed_split_size must be at least"),
-    *("softmax_scale is finite", "softcap is finite", "window is", "an edge of a window"),
-    *("causal must be True or False", "sinks are", "alibi_slopes are"),
-)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
     with pytest.raises(FlashgenError, match=rule) as refused:
@@ -260,28 +159,28 @@ def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
     assert isinstance(refused.value, UnsupportedError if "backward" in rule else WorkloadError)
 
 
-def test_a_window_may_be_a_list_as_in_other_calls(gpu: FakeDriver) -> None:
+def test_a_window_may_be_a_list_as_in_other_calls(driver: FakeDriver) -> None:
     call = replace(make(GOOD), causal=True, features=Features(window=(3, None)))
     given = (call.q, call.k_cache, call.v_cache, call.seqlens)
-    expected = [one.values["window_left"] for one in run(gpu, call) if "window_left" in one.values]
-    before, window = len(gpu.launches), [3, None]
+    expected = [one.values["window_left"] for one in run(driver, call) if "window_left" in one.values]
+    before, window = len(driver.launches), [3, None]
     for _ in range(2):
         flashgen.attention_decode(*given, block_table=call.block_table, causal=True, window=window)  # type: ignore[arg-type]
-    found = [one.values["window_left"] for one in gpu.launches[before:] if "window_left" in one.values]
+    found = [one.values["window_left"] for one in driver.launches[before:] if "window_left" in one.values]
     assert expected
     assert found == 2 * expected
 
 
-def test_numbers_of_heads_with_gaps_are_packed(gpu: FakeDriver) -> None:
+def test_numbers_of_heads_with_gaps_are_packed(driver: FakeDriver) -> None:
     """As by torch's dispatcher: kernels know no stride of them."""
     call = make(Case(lens=(40, 7), page=16))
     slopes = torch.rand(call.q.shape[2], 2)[:, 0]
     given = (call.q, call.k_cache, call.v_cache, call.seqlens)
-    run(gpu, replace(call, features=Features(alibi_slopes=slopes.contiguous())))  # its kernels are known
-    before = len(gpu.launches)
+    run(driver, replace(call, features=Features(alibi_slopes=slopes.contiguous())))  # its kernels are known
+    before = len(driver.launches)
     for _ in range(3):
         flashgen.attention_decode(*given, block_table=call.block_table, alibi_slopes=slopes)
-    read = [one.values["AlibiSlopes"] for one in gpu.launches[before:] if "AlibiSlopes" in one.values]
+    read = [one.values["AlibiSlopes"] for one in driver.launches[before:] if "AlibiSlopes" in one.values]
     assert read
     assert slopes.data_ptr() not in read
 

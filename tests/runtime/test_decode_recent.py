@@ -22,13 +22,13 @@ from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.ops import recent as ops_recent
 from tests.decoding import Case, arguments, make
 from tests.fakes.driver import FakeDriver
-from tests.runtime.test_decode import GOOD, RULES, broken, gpu, run  # noqa: F401 - a fixture
+from tests.runtime.decode_calls import GOOD, RULES, broken, run
 
 PAGED = Case(lens=(300, 0, 64), page=16)
 
 
 @pytest.fixture
-def no_key(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+def no_key(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context in which a call that makes a key fails."""
 
     @contextmanager
@@ -52,15 +52,15 @@ def no_key(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F8
 )
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_repeated_call_makes_no_key_and_both_kernels_read_it(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     no_key: Any,
     case: Case,
     return_lse: bool,
 ) -> None:
-    first, second = run(gpu, replace(make(case), return_lse=return_lse))
+    first, second = run(driver, replace(make(case), return_lse=return_lse))
     call = replace(make(case, seed=3), return_lse=return_lse)
     with no_key():
-        again, merge = run(gpu, call)
+        again, merge = run(driver, call)
     given = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens, "Table": call.block_table}
     given |= {"Leftpad": call.leftpad, "BatchIdx": call.batch_idx}
     given |= {"Sinks": call.features.sinks, "AlibiSlopes": call.features.alibi_slopes}
@@ -80,11 +80,11 @@ def test_a_repeated_call_makes_no_key_and_both_kernels_read_it(
     )
 
 
-def test_outputs_are_laid_out_as_those_of_the_first_call(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+def test_outputs_are_laid_out_as_those_of_the_first_call(driver: FakeDriver, no_key: Any) -> None:
     call = make(Case(lens=(300, 2), page=16, seqlen_q=3))
     for q in (call.q, call.q.transpose(1, 2).contiguous().transpose(1, 2)):
         given = replace(call, q=q, return_lse=True)
-        run(gpu, given)
+        run(driver, given)
         runs.forget()
         tensors, named = arguments(given)
         first = flashgen.attention_decode(*tensors, **named)
@@ -95,48 +95,48 @@ def test_outputs_are_laid_out_as_those_of_the_first_call(gpu: FakeDriver, no_key
             assert one.data_ptr() != other.data_ptr()
 
 
-def test_a_tensor_that_was_changed_in_place_is_another_one(gpu: FakeDriver) -> None:  # noqa: F811
+def test_a_tensor_that_was_changed_in_place_is_another_one(driver: FakeDriver) -> None:
     call = make(PAGED)
-    run(gpu, call)
+    run(driver, call)
     call.k_cache.as_strided_(call.k_cache.shape, [*call.k_cache.stride()[:2], 0, 1])
-    assert run(gpu, call)[0].values["stride_kh"] == 0
+    assert run(driver, call)[0].values["stride_kh"] == 0
     other = call.q.clone()
     call.q.set_(other)  # type: ignore[call-overload]
-    assert run(gpu, call)[0].values["Q"] == other.data_ptr()
+    assert run(driver, call)[0].values["Q"] == other.data_ptr()
     call.q.requires_grad_()
     with pytest.raises(UnsupportedError, match="no backward pass"):
-        run(gpu, call)
+        run(driver, call)
     with torch.no_grad():
-        assert run(gpu, call)
+        assert run(driver, call)
     call.q.requires_grad_(False)
-    assert run(gpu, call)
+    assert run(driver, call)
     call.seqlens.data = call.seqlens.long()
     with pytest.raises(WorkloadError, match="seqlens is int32"):
-        run(gpu, call)
+        run(driver, call)
 
 
-def test_an_address_that_is_no_multiple_of_16_bytes_has_kernels_of_its_own(gpu: FakeDriver) -> None:  # noqa: F811
+def test_an_address_that_is_no_multiple_of_16_bytes_has_kernels_of_its_own(driver: FakeDriver) -> None:
     call = make(PAGED)
-    run(gpu, call)
+    run(driver, call)
     odd = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape)
-    (first, _) = run(gpu, replace(call, q=odd))
+    (first, _) = run(driver, replace(call, q=odd))
     assert first.values["Q"] == odd.data_ptr()
     assert len(runs.MEMO) == len(plans.PLANS) == 2
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_call_that_breaks_a_rule_is_refused_after_a_good_one(gpu: FakeDriver, rule: str) -> None:  # noqa: F811
+def test_a_call_that_breaks_a_rule_is_refused_after_a_good_one(driver: FakeDriver, rule: str) -> None:
     for case in (GOOD, Case(lens=GOOD.lens)):
-        run(gpu, make(case))
+        run(driver, make(case))
     tensors, named = arguments(broken(rule))
     with pytest.raises(FlashgenError, match=rule):
         flashgen.attention_decode(*tensors, **named)
 
 
-def test_no_tensor_is_kept(gpu: FakeDriver) -> None:  # noqa: F811
+def test_no_tensor_is_kept(driver: FakeDriver) -> None:
     call = make(replace(PAGED, sinks=True))
-    run(gpu, call)
-    run(gpu, call)
+    run(driver, call)
+    run(driver, call)
     tensors = [weakref.ref(one) for one in (call.q, call.k_cache, call.seqlens, call.block_table, call.features.sinks)]
     del call
     gc.collect()
@@ -144,57 +144,57 @@ def test_no_tensor_is_kept(gpu: FakeDriver) -> None:  # noqa: F811
 
 
 def test_streams_have_memory_of_their_own(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     no_key: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call, seen, current = make(PAGED), {}, [7]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0])
-    run(gpu, call)
+    run(driver, call)
     for stream in (7, 9, 7, 0, 9):
         current[0] = stream
         with no_key():
-            first, second = run(gpu, call)
+            first, second = run(driver, call)
         assert {first.stream, second.stream} == {stream}
         assert first.values["PartO"] == second.values["PartO"] == seen.setdefault(stream, first.values["PartO"])
     assert len(set(seen.values())) == 3
 
 
-def test_memory_that_has_grown_is_that_of_all_calls(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+def test_memory_that_has_grown_is_that_of_all_calls(driver: FakeDriver, no_key: Any) -> None:
     small = make(replace(PAGED, head_dim=64))
     large = make(Case(lens=(2000, 4), nheads=64, nheads_k=32, page=16, head_dim=64))
-    (before, _), (grown, _) = run(gpu, small), run(gpu, large)
+    (before, _), (grown, _) = run(driver, small), run(driver, large)
     assert before.values["PartO"] != grown.values["PartO"]
     with no_key():
-        first, second = run(gpu, small)
+        first, second = run(driver, small)
     assert first.values["PartO"] == second.values["PartO"] == grown.values["PartO"]
     assert second.values["PartLse"] == before.values["PartLse"] - before.values["PartO"] + grown.values["PartO"]
 
 
 def test_a_capture_gets_memory_of_its_own_each_time(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     no_key: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call, made, current = make(PAGED), [], [7]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0])
-    (shared, _) = run(gpu, call)
+    (shared, _) = run(driver, call)
     new = decode_plan.Pieces.new
     monkeypatch.setattr(decode_plan.Pieces, "new", lambda self, beside: made.append(new(self, beside)) or made[-1])
     with monkeypatch.context() as patch, no_key():
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        captured = [run(gpu, call)[0].values["PartO"] for _ in range(2)]
+        captured = [run(driver, call)[0].values["PartO"] for _ in range(2)]
     assert captured == [start for _, start in made]
     assert shared.values["PartO"] not in captured
     with no_key():
-        assert run(gpu, call)[0].values["PartO"] == shared.values["PartO"]
+        assert run(driver, call)[0].values["PartO"] == shared.values["PartO"]
     assert len(made) == 2
     current[0] = 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("it asks what cannot be"))
-    run(gpu, call)
+    run(driver, call)
 
 
-def test_another_current_gpu_is_left_for_the_launch(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_another_current_gpu_is_left_for_the_launch(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
     current = [-1]
 
@@ -208,63 +208,63 @@ def test_another_current_gpu_is_left_for_the_launch(gpu: FakeDriver, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0])
     call = make(PAGED)
-    run(gpu, call)
+    run(driver, call)
     assert not entered
     monkeypatch.setattr(torch.cuda, "device", device)
     current[0] = 1
     for _ in range(3):
-        assert len(run(gpu, call)) == 2
+        assert len(run(driver, call)) == 2
     assert entered == [-1] * 3  # tensors of the CPU have no other index
     assert [len(found) for found in recent.RECENT.values()] == [1]
 
 
-def test_modes_of_torch_are_told_apart(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+def test_modes_of_torch_are_told_apart(driver: FakeDriver, no_key: Any) -> None:
     call = make(PAGED)
     for _ in range(2):
-        run(gpu, call)
+        run(driver, call)
         with torch.inference_mode():
-            run(gpu, call)
+            run(driver, call)
     with no_key():
-        run(gpu, call)
+        run(driver, call)
         with torch.inference_mode():
-            run(gpu, call)
+            run(driver, call)
     assert len(runs.MEMO) == 1
 
 
-def test_tensors_without_data_take_the_op(gpu: FakeDriver) -> None:  # noqa: F811
+def test_tensors_without_data_take_the_op(driver: FakeDriver) -> None:
     call = make(PAGED)
-    launched = len(run(gpu, call)) + len(run(gpu, call))
+    launched = len(run(driver, call)) + len(run(driver, call))
     tensors, named = arguments(call)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in tensors]
         options = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in named.items()}
         assert flashgen.attention_decode(*fakes, **options).shape == call.q.shape
-    assert len(gpu.launches) == launched
+    assert len(driver.launches) == launched
 
 
-def test_layouts_in_turn_are_all_found(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+def test_layouts_in_turn_are_all_found(driver: FakeDriver, no_key: Any) -> None:
     calls = [make(Case(lens=(300,) * batch, page=16)) for batch in range(1, recent.MOST_LAYOUTS + 1)]
     for call in calls:
-        run(gpu, call)
+        run(driver, call)
     with no_key():
         for call in calls:
-            run(gpu, call)
+            run(driver, call)
     more = make(Case(lens=(300,) * 9, page=16))
     for _ in range(2):
         for call in (*calls, more):
-            assert run(gpu, call)[0].values["batch"] == call.q.shape[0]
+            assert run(driver, call)[0].values["batch"] == call.q.shape[0]
     (found,) = recent.RECENT.values()
     assert len(found) == recent.MOST_LAYOUTS
     assert len(runs.MEMO) == len(calls) + 1
 
 
-def test_shapes_of_one_plan_in_turn_are_launched_as_if_alone(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+def test_shapes_of_one_plan_in_turn_are_launched_as_if_alone(driver: FakeDriver, no_key: Any) -> None:
     calls = [make(Case(lens=(room, 3), room=room)) for room in (64, 65, 300)]
-    first = [run(gpu, call) for call in calls]
+    first = [run(driver, call) for call in calls]
     assert [len(launches) for launches in first] == [1, 2, 2]
     assert len(plans.PLANS) == 1
     with no_key():
-        again = [run(gpu, call) for call in calls]
+        again = [run(driver, call) for call in calls]
     for before, after in zip(first, again, strict=True):
         for one, other in zip(before, after, strict=True):
             same = one.values.keys() - {"O", "PartO", "PartLse"}
@@ -272,30 +272,30 @@ def test_shapes_of_one_plan_in_turn_are_launched_as_if_alone(gpu: FakeDriver, no
             assert (one.grid, one.block, one.attributes) == (other.grid, other.block, other.attributes)
 
 
-def test_one_cache_of_keys_and_values_is_served(gpu: FakeDriver) -> None:  # noqa: F811
+def test_one_cache_of_keys_and_values_is_served(driver: FakeDriver) -> None:
     call = make(PAGED)
     for _ in range(2):
-        (first, _) = run(gpu, replace(call, v_cache=call.k_cache))
+        (first, _) = run(driver, replace(call, v_cache=call.k_cache))
         assert first.values["V"] == first.values["K"] == call.k_cache.data_ptr()
 
 
 def test_without_the_parts_of_torch_that_it_uses_keys_are_made(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ops_recent, "_QUESTION", None)
     for seed in (0, 1):
         call = make(PAGED, seed=seed)
-        assert run(gpu, call)[0].values["Q"] == call.q.data_ptr()
+        assert run(driver, call)[0].values["Q"] == call.q.data_ptr()
     assert not recent.RECENT
 
 
 def test_reload_forgets_and_checks_of_contents_are_asked_for_anew(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call: DecodeCall = make(PAGED)
-    run(gpu, call)
+    run(driver, call)
     assert recent.RECENT
     monkeypatch.setenv("FLASHGEN_CHECKS", "1")
     flashgen.reload()
@@ -303,6 +303,6 @@ def test_reload_forgets_and_checks_of_contents_are_asked_for_anew(
     assert not runs.MEMO
     for _ in range(2):
         with pytest.raises(WorkloadError, match="seqlens are 0 to"):
-            run(gpu, replace(call, seqlens=torch.full_like(call.seqlens, 4000)))
+            run(driver, replace(call, seqlens=torch.full_like(call.seqlens, 4000)))
     assert not recent.RECENT
     settings.cache_clear()

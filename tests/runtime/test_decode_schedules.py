@@ -11,7 +11,7 @@ from flashgen.runtime.decode import runs
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from tests.decoding import Case, make
 from tests.fakes.driver import FakeDriver, Launched
-from tests.runtime.test_decode import H200, gpu  # noqa: F401 - a fixture
+from tests.fakes.gpu_zero import H200
 
 SMALL: dict[str, KnobValue] = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 1}
 
@@ -32,17 +32,17 @@ def launched(fake: FakeDriver, call: DecodeCall, **knobs: KnobValue) -> list[Lau
     return fake.launches[before:]
 
 
-def test_where_no_sequence_is_split_there_is_one_launch(gpu: FakeDriver) -> None:  # noqa: F811
+def test_where_no_sequence_is_split_there_is_one_launch(driver: FakeDriver) -> None:
     call = make(Case(lens=(300, 0, 64) * 17, page=16, nheads=32, nheads_k=8, head_dim=16))
-    (only,) = launched(gpu, call)
+    (only,) = launched(driver, call)
     assert only.grid == (8, 51, 1)
     assert only.attributes == []
     assert (only.values["least_splits"], only.values["most_splits"], only.values["slots"]) == (1, 1, 1)
 
 
-def test_few_sequences_are_split_by_a_grid_and_merged(gpu: FakeDriver) -> None:  # noqa: F811
+def test_few_sequences_are_split_by_a_grid_and_merged(driver: FakeDriver) -> None:
     call = make(Case(lens=(1000, 3), page=16, nheads=8, nheads_k=2, head_dim=16, seqlen_q=5, options={"causal": True}))
-    first, second = launched(gpu, call, block_m=16)
+    first, second = launched(driver, call, block_m=16)
     assert first.grid == (2 * 2, 2, 16)  # key heads and blocks of 16 of 20 rows, sequences, tiles of 1024 slots
     assert second.grid == (16, 2 * 2, 2)
     for name in ("Lens", "PartO", "PartLse", "slots", "least_splits", "most_splits", "tile_rows", "seqlen_k"):
@@ -50,18 +50,18 @@ def test_few_sequences_are_split_by_a_grid_and_merged(gpu: FakeDriver) -> None: 
     assert (first.attributes, second.attributes) == ([], [(6, 1)])
 
 
-def test_the_first_kernel_may_be_scheduled_early(gpu: FakeDriver) -> None:  # noqa: F811
+def test_the_first_kernel_may_be_scheduled_early(driver: FakeDriver) -> None:
     call = make(Case(lens=(200, 3), nheads=2, nheads_k=1, head_dim=16))
-    first, second = launched(gpu, call, early=True, pdl=False)
+    first, second = launched(driver, call, early=True, pdl=False)
     assert (first.attributes, second.attributes) == ([(6, 1)], [])
 
 
-def test_fixed_splits_and_long_sequences_have_programs_of_their_own(gpu: FakeDriver) -> None:  # noqa: F811
+def test_fixed_splits_and_long_sequences_have_programs_of_their_own(driver: FakeDriver) -> None:
     call = make(Case(lens=(2048, 3), nheads=1, nheads_k=1, head_dim=16))
-    first, second = launched(gpu, replace(call, fixed_split_size=256))
+    first, second = launched(driver, replace(call, fixed_split_size=256))
     assert (first.grid, second.grid) == ((1, 2, 8), (1, 1, 2))
     assert (first.values["split_tiles"], first.values["slots"]) == (4, 8)
     many = make(Case(lens=(2048, 3) * 70, nheads=2, nheads_k=2, head_dim=16))
-    first, second = launched(gpu, many, chunk=1024)
+    first, second = launched(driver, many, chunk=1024)
     assert (first.grid, second.grid) == ((2, 140, 2), (1, 2, 140))
     assert (first.values["least_splits"], first.values["most_splits"]) == (1, 2)

@@ -16,7 +16,7 @@ from flashgen.runtime.decode import open_calls, runs
 from flashgen.runtime.decode.call import DecodeCall
 from tests.decoding import Case, make
 from tests.fakes.driver import FakeDriver, Launched
-from tests.runtime.test_decode import gpu, run  # noqa: F401 - a fixture
+from tests.runtime.decode_calls import run
 from tests.tiers import every
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -61,7 +61,7 @@ def without_pointers(launches: list[Launched]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", every(3, KINDS))
 def test_new_sizes_are_launched_as_if_they_were_the_first(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
@@ -70,26 +70,26 @@ def test_new_sizes_are_launched_as_if_they_were_the_first(
     expected = []
     for seed, (batch, keys) in enumerate(sizes):
         runs.forget()
-        expected.append(without_pointers(run(gpu, call_of(kind, batch, keys, seed))))
+        expected.append(without_pointers(run(driver, call_of(kind, batch, keys, seed))))
     runs.forget()
-    run(gpu, call_of(kind, 7, 300, 0))
+    run(driver, call_of(kind, 7, 300, 0))
     with monkeypatch.context() as patch:
         patch.setattr(runs, "_launch", lambda *_: pytest.fail("it takes the slow path"))
         for seed, (batch, keys) in enumerate(sizes):
             call = call_of(kind, batch, keys, seed)
             for _ in range(3):  # new, known, and without a look at its sizes
-                launches = run(gpu, call)
+                launches = run(driver, call)
                 assert without_pointers(launches) == expected[seed], sizes[seed]
                 for name, tensor in {"Q": call.q, "K": call.k_cache, "Lens": call.seqlens}.items():
                     assert launches[0].values[name] == tensor.data_ptr()
     assert len(runs.MEMO) == 1
 
 
-def test_sizes_that_break_a_rule_are_refused_as_ever(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_sizes_that_break_a_rule_are_refused_as_ever(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     paged, plain = make(Case(lens=(40, 7, 9), page=16)), make(Case(lens=(40, 7, 9)))
     assert paged.block_table is not None
     for call in (paged, plain, paged, plain):
-        run(gpu, call)
+        run(driver, call)
     broken = [
         replace(paged, seqlens=paged.seqlens[:2]),
         replace(paged, block_table=paged.block_table[:2]),
@@ -102,40 +102,40 @@ def test_sizes_that_break_a_rule_are_refused_as_ever(gpu: FakeDriver, monkeypatc
     ]
     for call in broken:
         with pytest.raises(WorkloadError):
-            run(gpu, call)
+            run(driver, call)
     monkeypatch.setattr(open_calls, "MAX_KEYS", 64)
     monkeypatch.setattr(calls, "MAX_KEYS", 64)
     with pytest.raises(WorkloadError, match="at most 64 keys"):
-        run(gpu, make(Case(lens=(70, 2), page=16)))
+        run(driver, make(Case(lens=(70, 2), page=16)))
 
 
-def test_sizes_that_other_rules_serve_take_the_slow_path(gpu: FakeDriver) -> None:  # noqa: F811
+def test_sizes_that_other_rules_serve_take_the_slow_path(driver: FakeDriver) -> None:
     for page in (None, 16):
         call = make(Case(lens=(40, 7, 9), page=page))
-        run(gpu, call)
+        run(driver, call)
         odd = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape)[:2]
         table = None if call.block_table is None else call.block_table[:2]
         caches = (call.k_cache, call.v_cache) if table is not None else (call.k_cache[:2], call.v_cache[:2])
         part = replace(call, q=odd, seqlens=call.seqlens[:2], block_table=table, k_cache=caches[0], v_cache=caches[1])
-        (first, *_) = run(gpu, part)
+        (first, *_) = run(driver, part)
         assert first.values["Q"] == odd.data_ptr()
         empty = make(Case(lens=(3, 4), page=page))
         table = None if empty.block_table is None else empty.block_table[:, :0]
         caches = (empty.k_cache, empty.v_cache) if page else (empty.k_cache[:, :0], empty.v_cache[:, :0])
-        assert run(gpu, replace(empty, block_table=table, k_cache=caches[0], v_cache=caches[1])) == []
+        assert run(driver, replace(empty, block_table=table, k_cache=caches[0], v_cache=caches[1])) == []
 
 
-def test_batches_of_several_launches_are_not_taken_for_one(gpu: FakeDriver) -> None:  # noqa: F811
+def test_batches_of_several_launches_are_not_taken_for_one(driver: FakeDriver) -> None:
     for batch in (5, 1025):
         call = make(Case(lens=(20,) * batch, room=300, head_dim=16, nheads=1, nheads_k=1))
-        lens = [one.values["Lens"] for one in run(gpu, call) if "K" in one.values]
+        lens = [one.values["Lens"] for one in run(driver, call) if "K" in one.values]
         assert lens == [call.seqlens[start].data_ptr() for start in range(0, batch, 1024)]
 
 
-def test_slopes_of_each_sequence_take_the_slow_path(gpu: FakeDriver) -> None:  # noqa: F811
+def test_slopes_of_each_sequence_take_the_slow_path(driver: FakeDriver) -> None:
     for batch in (3, 5):
         call = make(Case(lens=(40,) * batch, page=16))
         slopes = torch.ones(batch, call.q.shape[2])
-        (first, *_) = run(gpu, replace(call, features=Features(alibi_slopes=slopes)))
+        (first, *_) = run(driver, replace(call, features=Features(alibi_slopes=slopes)))
         assert first.values["stride_alibi_b"] == call.q.shape[2]
     assert not open_calls.OPEN

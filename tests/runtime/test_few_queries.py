@@ -23,14 +23,13 @@ from flashgen.launch import decode_passes
 from flashgen.runtime.lookup.few_queries import decode_specialization, served_by_decoding
 from flashgen.runtime.ops import kernel_cache, serve
 from tests.fakes.driver import FakeDriver, Launched
-from tests.runtime.test_decode import gpu  # noqa: F401 - a fixture
 
 H200, AMD = find_device("h200"), find_device("gfx942")
 PLAIN = Workload.parse("fwd-bf16-b2-h16-hk2-sq1-sk3000-d64-causal")
 
 
 @pytest.fixture
-def lengths(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.Tensor]:  # noqa: F811
+def lengths(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.Tensor]:
     """What stands in the place of lengths on the imagined GPU."""
     found = torch.full((1024,), 2**31 - 1, dtype=torch.int32)
     monkeypatch.setitem(decode_passes._LENGTHS, 0, found)
@@ -58,9 +57,9 @@ def run(fake: FakeDriver, workload: Workload, tensors: list[torch.Tensor], **opt
 
 
 @pytest.mark.parametrize("bshd", [False, True])
-def test_the_decode_kernels_read_the_call(bshd: bool, gpu: FakeDriver, lengths: torch.Tensor) -> None:  # noqa: F811
+def test_the_decode_kernels_read_the_call(bshd: bool, driver: FakeDriver, lengths: torch.Tensor) -> None:
     tensors = made(PLAIN, bshd=bshd)
-    first, second = run(gpu, PLAIN, tensors, layout="bshd" if bshd else "bhsd", return_lse=True)
+    first, second = run(driver, PLAIN, tensors, layout="bshd" if bshd else "bhsd", return_lse=True)
     names = dict(zip("QKV", tensors, strict=True)) | {"Lens": lengths}
     assert {name: first.values[name] for name in names} == {name: one.data_ptr() for name, one in names.items()}
     order = (0, 1, 2) if bshd else (0, 2, 1)
@@ -72,34 +71,34 @@ def test_the_decode_kernels_read_the_call(bshd: bool, gpu: FakeDriver, lengths: 
     assert first.values["LSE"] == second.values["LSE"] != 0
 
 
-def test_what_calls_of_one_key_may_change_is_packed_for_each(gpu: FakeDriver, lengths: torch.Tensor) -> None:  # noqa: F811
+def test_what_calls_of_one_key_may_change_is_packed_for_each(driver: FakeDriver, lengths: torch.Tensor) -> None:
     capped = replace(PLAIN, softcap=True, window_left=2000)
-    tensors, loaded = made(capped), len(gpu.loaded)
+    tensors, loaded = made(capped), len(driver.loaded)
     rates = set()
     for scale, softcap in ((None, 10.0), (0.5, 10.0), (None, 20.0)):
-        first, *_ = run(gpu, capped, tensors, softmax_scale=scale, softcap=softcap, window=(2000, None))
+        first, *_ = run(driver, capped, tensors, softmax_scale=scale, softcap=softcap, window=(2000, None))
         rates.add((first.values["softcap_rate"], first.values["softcap_scale_log2"]))
         assert first.values["window_left"] == 2000
     assert len(rates) == 3
     assert len(serve.MEMO) == 1
-    assert len(gpu.loaded) == loaded + 2
+    assert len(driver.loaded) == loaded + 2
 
 
 def test_new_lengths_are_served_without_the_slow_path(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     lengths: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for seqlen_k in (3000, 3001):
-        run(gpu, w := PLAIN.with_shape(seqlen_k=seqlen_k), made(w))
+        run(driver, w := PLAIN.with_shape(seqlen_k=seqlen_k), made(w))
     monkeypatch.setattr(serve, "prepare", None)
     longer = PLAIN.with_shape(seqlen_k=3002)
-    first, *_ = run(gpu, longer, made(longer))
+    first, *_ = run(driver, longer, made(longer))
     assert first.values["seqlen_k"] == 3002
 
 
 def test_where_nothing_may_be_compiled_a_forward_family_serves(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     lengths: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,7 +110,7 @@ def test_where_nothing_may_be_compiled_a_forward_family_serves(
 
     monkeypatch.setattr(kernel_cache, "compiled", refuse)
     with pytest.raises(BuildError):
-        run(gpu, PLAIN, made(PLAIN))
+        run(driver, PLAIN, made(PLAIN))
     assert [config.family for config in asked][:2] == ["hopper_decode", "hopper_forward"]
 
 
@@ -182,7 +181,7 @@ def test_offsets_and_other_makers_are_left_to_forward_families() -> None:
         assert why in str(served_by_decoding(spec, Sizes.of(PLAIN), 3000, device, serve.records()))
 
 
-def test_it_is_explained(gpu: FakeDriver, lengths: torch.Tensor) -> None:  # noqa: F811
+def test_it_is_explained(driver: FakeDriver, lengths: torch.Tensor) -> None:
     tensors = made(PLAIN)
     found = flashgen.explain(*tensors, causal=True)
     assert (found.served.config.family, found.forward.config.family) == ("hopper_decode", "hopper_forward")
@@ -195,7 +194,7 @@ def test_it_is_explained(gpu: FakeDriver, lengths: torch.Tensor) -> None:  # noq
 
 
 def test_a_warm_up_has_what_serves_few_queries(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     lengths: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

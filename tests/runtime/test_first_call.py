@@ -15,7 +15,7 @@ import flashgen
 from flashgen.core.errors import WorkloadError
 from flashgen.runtime.ops import log
 from tests.fakes.gpu import FakeGpu, qkv
-from tests.test_package import HEAVY
+from tests.heavy import HEAVY
 
 ROOT = Path(__file__).resolve().parents[2]
 

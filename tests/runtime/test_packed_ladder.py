@@ -14,36 +14,19 @@ import torch
 
 import flashgen
 from flashgen.codegen.families import default_config, family, usual
-from flashgen.core.config import Config
-from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 from flashgen.runtime.lookup.records import Records
-from tests.db.samples import H100, H200, MEASURED
+from tests.db.samples import H100, H200
 from tests.fakes.gpu import FakeGpu, OnGpu
 from tests.runtime.ladders import Ladder
+from tests.runtime.packed_records import BATCH, SPEC, config, tuned
 from tests.tiers import EXHAUSTIVE, first
 
-BATCH = Workload.parse("fp32-b16-h32-hk8-tq32768-s8192-d128-causal-varlen")
-SPEC = BATCH.specialization
 SIZES = PackedSizes.of(BATCH)
-
-
-def config(stages: int = 2, spec: Specialization = SPEC) -> Config:
-    return default_config(spec, H200).replace(num_stages=stages)
-
-
-def tuned(workload: Workload = BATCH, stages: int = 2, **changes: object) -> TuningRecord:
-    """A record whose config is told from the default by its stages."""
-    _, *others = [each.lengths for each in workload.profiles] or [""]
-    times = Measurement(
-        times_ms=(900.0, 910.0), reference_ms=9.0, profile_times_ms=tuple((n, (950.0, 960.0)) for n in others)
-    )
-    kept = {"workload": workload, "config": config(stages), "baselines": (), "measurement": times, **changes}
-    return replace(MEASURED, **kept)  # type: ignore[arg-type]
 
 
 def test_all_sizes_of_a_class_have_one_config(ladder: Ladder) -> None:

@@ -24,10 +24,8 @@ from flashgen.runtime.varlen import api, mixed
 from tests.fakes.driver import FakeDriver, Launched
 from tests.packing import Case
 from tests.paging import Paged, checked, paged
-from tests.runtime import test_decode
 
 H200 = find_device("h200")
-gpu = test_decode.gpu
 CHUNKS = Case(queries=(1, 1, 40, 7), keys=(600, 0, 60, 7), options={"causal": True})
 
 
@@ -66,9 +64,9 @@ def decode_kernels(call: Paged, spec: Specialization, batch: int) -> dict[str, A
 
 
 @pytest.mark.parametrize("by_ends", [False, True])
-def test_the_kernel_reads_the_call(gpu: FakeDriver, by_ends: bool) -> None:
+def test_the_kernel_reads_the_call(driver: FakeDriver, by_ends: bool) -> None:
     call = paged(CHUNKS, 16, "halves", by_ends=by_ends)
-    ((found,), _) = run(gpu, call)
+    ((found,), _) = run(driver, call)
     values, table = found.values, call.named["block_table"]
     assert (values["Table"], values["stride_table"]) == (table.data_ptr(), table.stride(0))
     assert (values["K"], values["V"], values["Q"]) == (call.k.data_ptr(), call.v.data_ptr(), call.q.data_ptr())
@@ -82,40 +80,40 @@ def test_the_kernel_reads_the_call(gpu: FakeDriver, by_ends: bool) -> None:
     assert found.grid[0] == 4 * (min(49 // 128 + 4, 4) + 1)
 
 
-def test_pages_that_hold_steps_are_loaded_by_tma(gpu: FakeDriver) -> None:
+def test_pages_that_hold_steps_are_loaded_by_tma(driver: FakeDriver) -> None:
     call = paged(CHUNKS, 128, "hnd")
-    ((found,), _) = run(gpu, call)
+    ((found,), _) = run(driver, call)
     assert (found.values["k_desc"], found.values["v_desc"]) == (call.k.data_ptr(), call.v.data_ptr())
-    keys = gpu.encoded[1]
+    keys = driver.encoded[1]
     assert keys.shape == (32, 128, 2, len(call.k))
     assert keys.byte_strides == tuple(2 * step for step in (32, 128 * 32, 2 * 128 * 32))
 
 
-def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
+def test_batches_of_other_sizes_compile_nothing(driver: FakeDriver) -> None:
     case = Case(queries=(3,), head_dim=16, nheads=1, nheads_k=1, options={"causal": True, "window": (300, 0)})
     for lengths in ((3,), (40, 2), (5, 0, 300), (1,) * 20):
         for layout in ("nhd", "halves"):
-            run(gpu, paged(replace(case, queries=lengths), 8, layout))
+            run(driver, paged(replace(case, queries=lengths), 8, layout))
     assert len({(spec, config) for spec, config, _ in kernel_cache.KERNELS}) == 1
-    assert len(gpu.loaded) == 1
+    assert len(driver.loaded) == 1
 
 
-def test_without_pages_nothing_is_launched(gpu: FakeDriver) -> None:
+def test_without_pages_nothing_is_launched(driver: FakeDriver) -> None:
     call = paged(Case(queries=(3, 2), keys=(0, 0)), 16)
     for changes in ({"block_table": torch.empty(2, 0, dtype=torch.int32)}, {"k": call.k[:0], "v": call.v[:0]}):
         given = {"q": call.q, "k": call.k, "v": call.v, **call.named, **changes}
         out, lse = flashgen.attention_varlen(**given, return_lse=True)
         assert not out.any()
         assert (lse == -torch.inf).all()
-    assert not gpu.launches
+    assert not driver.launches
 
 
 # --- mixed batches ----------------------------------------------------------------------------------------------------
 
 
-def test_steps_of_decoding_have_launches_of_their_own(gpu: FakeDriver) -> None:
+def test_steps_of_decoding_have_launches_of_their_own(driver: FakeDriver) -> None:
     call = paged(replace(CHUNKS, alibi="own", spare=5), 16)
-    (prefill, step, *merge), (out, lse) = run(gpu, call, num_decodes=2, return_lse=True)
+    (prefill, step, *merge), (out, lse) = run(driver, call, num_decodes=2, return_lse=True)
     assert len(merge) <= 1
     named, table = call.named, call.named["block_table"]
     values = prefill.values
@@ -142,7 +140,12 @@ def test_steps_of_decoding_have_launches_of_their_own(gpu: FakeDriver) -> None:
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("num_decodes", [0, 2])
 def test_what_a_call_allocates(
-    gpu: FakeDriver, num_decodes: int, with_lse: bool, by_ends: bool, direct: bool, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver,
+    num_decodes: int,
+    with_lse: bool,
+    by_ends: bool,
+    direct: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The output and the LSE; beside two launches the LSE of the steps, and lengths where ends alone say them.
 
@@ -150,7 +153,7 @@ def test_what_a_call_allocates(
     """
     call = paged(CHUNKS, 16, by_ends=by_ends)
     changes = {"num_decodes": num_decodes, "return_lse": with_lse}
-    launches, _ = run(gpu, call, **changes)
+    launches, _ = run(driver, call, **changes)
     assert (len(launches) > 1) == bool(num_decodes)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as seen, monkeypatch.context() as inner:
@@ -165,11 +168,11 @@ def test_what_a_call_allocates(
 
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_ctas_that_share_keys_leave_their_outputs_in_memory_of_the_call(
-    gpu: FakeDriver, with_lse: bool, splits: Callable[[int], None]
+    driver: FakeDriver, with_lse: bool, splits: Callable[[int], None]
 ) -> None:
     splits(3)
     call = paged(CHUNKS, 16)
-    (main, merge), found = run(gpu, call, return_lse=with_lse)
+    (main, merge), found = run(driver, call, return_lse=with_lse)
     out = found[0] if with_lse else found
     assert main.values["key_splits"] == merge.values["key_splits"] == 3
     assert main.grid[0] % 3 == 0
@@ -187,17 +190,17 @@ def test_ctas_that_share_keys_leave_their_outputs_in_memory_of_the_call(
     del kept
 
 
-def test_a_batch_of_steps_alone_is_one_launch_of_decoding(gpu: FakeDriver) -> None:
+def test_a_batch_of_steps_alone_is_one_launch_of_decoding(driver: FakeDriver) -> None:
     call = paged(replace(CHUNKS, queries=(1, 1), keys=(600, 9)), 16)
-    launches, out = run(gpu, call, num_decodes=2)
+    launches, out = run(driver, call, num_decodes=2)
     assert "Lens" in launches[0].values
     assert all("CuSeqlensQ" not in one.values for one in launches)
     by_ends = paged(replace(CHUNKS, queries=(1, 1), keys=(600, 9)), 16, by_ends=True)
-    assert "Lens" in run(gpu, by_ends, num_decodes=2)[0][0].values
+    assert "Lens" in run(driver, by_ends, num_decodes=2)[0][0].values
     assert out.shape == (2, 4, 32)
 
 
-def test_one_launch_where_a_second_one_costs_more(gpu: FakeDriver) -> None:
+def test_one_launch_where_a_second_one_costs_more(driver: FakeDriver) -> None:
     few = paged(replace(CHUNKS, keys=(APART_KEYS - 1, 0, 60, 7)), 16)
     window = paged(replace(CHUNKS, options={"causal": True, "window": (100, 0)}), 16)
     used = paged(replace(CHUNKS, used_q=(1, 0, 40, 7)), 16)
@@ -206,23 +209,23 @@ def test_one_launch_where_a_second_one_costs_more(gpu: FakeDriver) -> None:
         problem = checked(call)
         assert problem.features is not None
         assert not mixed._is_apart(call.q[None], call.k, call.v, True, 2, problem.features)
-    assert run(gpu, paged(CHUNKS, 16), num_decodes=2, deterministic=True)[0][0].values["sequences"] == 4
-    ((one,), _) = run(gpu, few, num_decodes=2)
+    assert run(driver, paged(CHUNKS, 16), num_decodes=2, deterministic=True)[0][0].values["sequences"] == 4
+    ((one,), _) = run(driver, few, num_decodes=2)
     assert one.values["sequences"] == 4
     spec = checked(paged(CHUNKS, 16)).spec
     assert why_not_decoded(spec, H200) is None
     assert "512" in str(why_not_decoded(replace(spec, head_dim=512, head_dim_v=512), H200))
 
 
-def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torch_compile_the_call_is_one_op(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "is_dynamo_compiling", lambda: True)
     call = paged(replace(CHUNKS, sinks=True), 16)
-    launches, found = run(gpu, call, num_decodes=2, return_lse=True)
+    launches, found = run(driver, call, num_decodes=2, return_lse=True)
     assert len(launches) >= 2
     assert found[1].shape == (4, 49)
-    (alone,), _ = run(gpu, call)
+    (alone,), _ = run(driver, call)
     assert alone.values["Table"] == call.named["block_table"].data_ptr()
-    count = len(gpu.launches)
+    count = len(driver.launches)
     with FakeTensorMode() as mode:
         given = {"q": call.q, "k": call.k, "v": call.v, **call.named}
         fake = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
@@ -231,7 +234,7 @@ def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: py
             assert (out.shape, lse.shape, lse.dtype) == ((49, 4, 32), (4, 49), torch.float32)
             with pytest.raises(WorkloadError, match="block_table is int32"):
                 flashgen.attention_varlen(**{**fake, "block_table": fake["block_table"][:3]}, **changes)
-    assert len(gpu.launches) == count
+    assert len(driver.launches) == count
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -271,31 +274,31 @@ RULES = (
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_call_that_breaks_a_rule_is_refused(gpu: FakeDriver, rule: str) -> None:
+def test_a_call_that_breaks_a_rule_is_refused(driver: FakeDriver, rule: str) -> None:
     call = paged(CHUNKS, 16)
     given = {"q": call.q, "k": call.k, "v": call.v, **call.named, **broken(rule, call)}
     with pytest.raises(FlashgenError, match=rule) as refused:
         flashgen.attention_varlen(**given)
     assert isinstance(refused.value, UnsupportedError if "gradient" in rule else WorkloadError)
-    assert not gpu.launches
+    assert not driver.launches
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_steps_need_pages(gpu: FakeDriver, trains: bool) -> None:
+def test_steps_need_pages(driver: FakeDriver, trains: bool) -> None:
     call = paged(CHUNKS, 16).packed
     with pytest.raises(WorkloadError, match="it needs a block_table, got 2"):
         flashgen.attention_varlen(call.q.requires_grad_(trains), call.k, call.v, **call.named, num_decodes=2)
 
 
-def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_are_checked_on_request(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CHECKS", "1")
     settings.cache_clear()
     call = paged(replace(CHUNKS, options={"causal": True, "window": (20, 0)}), 16)
-    run(gpu, call, num_decodes=2)
+    run(driver, call, num_decodes=2)
 
     def refused(rule: str, **changes: Any) -> None:
         with pytest.raises(WorkloadError, match=rule):
-            run(gpu, call, **changes)
+            run(driver, call, **changes)
 
     lengths = call.named["seqused_k"]
     refused(
@@ -307,7 +310,7 @@ def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.Mo
     refused(r"page ids of keys that are visible are 0 to \d+; got -1 for sequence 2", block_table=table)
     table = call.named["block_table"].clone()
     table[0, :36], table[1] = 2**31 - 1, -7  # before the window, and of no keys
-    run(gpu, call, block_table=table)
+    run(driver, call, block_table=table)
     table[0, 36] = len(call.k)  # the window begins at key 579
     refused("for sequence 0", block_table=table)
     refused("the first num_decodes sequences, 3, have one query each; got 40 for sequence 2", num_decodes=3)

@@ -22,7 +22,7 @@ from tests.db.samples import H100, H200
 from tests.fakes.gpu import FakeGpu, OnGpu
 from tests.families import use_families
 from tests.runtime.ladders import Ladder
-from tests.runtime.test_packed_ladder import tuned
+from tests.runtime.packed_records import tuned
 from tests.tiers import first
 
 PAGED = Workload.parse("b8-h32-hk8-tq8192-sq2048-sk16384-d128-causal-varlen-page16")

@@ -19,11 +19,11 @@ from flashgen.runtime.ops import merging
 from tests.decoding import Case, arguments, make
 from tests.fakes.driver import FakeDriver, Launched
 from tests.prefixes import make_prefix
-from tests.runtime.test_decode import gpu, kernels_of, run  # noqa: F401 - a fixture
+from tests.runtime.decode_calls import kernels_of, run
 
 
 @pytest.fixture
-def merges(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:  # noqa: F811
+def merges(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tensors of each merge, which is not computed."""
     found: list[list[int]] = []
 
@@ -46,10 +46,10 @@ def shared_launches(fake: FakeDriver, call: DecodeCall, prefix: Prefix) -> list[
     return fake.launches[before + own :]
 
 
-def test_the_kernels_read_groups(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+def test_the_kernels_read_groups(driver: FakeDriver, merges: list[list[int]]) -> None:
     call = make(Case(lens=(300, 0, 64, 7), page=16, seqlen_q=2, sinks=True, options={"window": (500, 0)}))
     prefix = make_prefix(Case(lens=(300, 0, 64, 7), seqlen_q=2), (400, 90), page=64)
-    first, second = shared_launches(gpu, call, prefix)
+    first, second = shared_launches(driver, call, prefix)
     assert prefix.k is not None
     assert prefix.block_table is not None
     tensors = {"Q": call.q, "K": prefix.k, "Lens": prefix.seqlens, "Table": prefix.block_table, "OwnLens": call.seqlens}
@@ -65,30 +65,32 @@ def test_the_kernels_read_groups(gpu: FakeDriver, merges: list[list[int]]) -> No
     assert shared_lse != own_lse
 
 
-def test_a_second_call_prepares_nothing(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+def test_a_second_call_prepares_nothing(driver: FakeDriver, merges: list[list[int]]) -> None:
     case = Case(lens=(300, 0, 64, 7))
     call, other = make(case), make(case, seed=3)
-    (first, *_) = shared_launches(gpu, call, make_prefix(case, (400, 90)))
-    (again, *_) = shared_launches(gpu, other, make_prefix(case, (3, 400)))
+    (first, *_) = shared_launches(driver, call, make_prefix(case, (400, 90)))
+    (again, *_) = shared_launches(driver, other, make_prefix(case, (3, 400)))
     assert len(shared_keys._MEMO) == 1
     assert again.values["Q"] == other.q.data_ptr() != first.values["Q"]
-    shared_launches(gpu, other, make_prefix(case, (3, 400), (0, 1)))
+    shared_launches(driver, other, make_prefix(case, (3, 400), (0, 1)))
     assert len(shared_keys._MEMO) == 2
 
 
-def test_a_reload_forgets_passes_over_shared_keys(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+def test_a_reload_forgets_passes_over_shared_keys(driver: FakeDriver, merges: list[list[int]]) -> None:
     """So a record of today serves them, and calls that are recorded are counted."""
     case = Case(lens=(300, 0, 64, 7))
-    shared_launches(gpu, make(case), make_prefix(case, (400, 90)))
+    shared_launches(driver, make(case), make_prefix(case, (400, 90)))
     assert shared_keys._MEMO
     flashgen.reload()
     assert not shared_keys._MEMO
 
 
-def test_groups_of_several_sizes_are_several_launches(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+def test_groups_of_several_sizes_are_several_launches(driver: FakeDriver, merges: list[list[int]]) -> None:
     case = Case(lens=(30, 0, 64, 7, 1))
     call, prefix = make(case), make_prefix(case, (40, 20, 5), (0, 1, 2))
-    launches = [one for one in shared_launches(gpu, call, prefix) if "members" in one.values and "batch" in one.values]
+    launches = [
+        one for one in shared_launches(driver, call, prefix) if "members" in one.values and "batch" in one.values
+    ]
     assert prefix.k is not None
     assert [(one.values["batch"], one.values["members"]) for one in launches] == [(2, 1), (1, 3)]
     assert launches[1].values["Q"] == call.q[2].data_ptr()
@@ -99,45 +101,45 @@ def test_groups_of_several_sizes_are_several_launches(gpu: FakeDriver, merges: l
     assert [(run.groups, run.start) for run in many.runs(4100)] == [(1024, 0), (1024, 2048), (2, 4096)]
 
 
-def test_a_prefix_without_room_is_no_launch(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+def test_a_prefix_without_room_is_no_launch(driver: FakeDriver, merges: list[list[int]]) -> None:
     call = make(Case(lens=(30, 2)))
     none = torch.zeros(1, 0, 2, 32, dtype=torch.float16)
     prefix = Prefix(seqlens=torch.zeros(1, dtype=torch.int32), k=none, v=none)
-    assert shared_launches(gpu, call, prefix) == []
+    assert shared_launches(driver, call, prefix) == []
     assert len(merges) == 1
 
 
-def test_pages_of_the_calls_own_cache(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+def test_pages_of_the_calls_own_cache(driver: FakeDriver, merges: list[list[int]]) -> None:
     call = make(Case(lens=(30, 2), page=16))
     table = torch.zeros(1, 4, dtype=torch.int32)
-    first, *_ = shared_launches(gpu, call, Prefix(seqlens=torch.full((1,), 50).int(), block_table=table))
+    first, *_ = shared_launches(driver, call, Prefix(seqlens=torch.full((1,), 50).int(), block_table=table))
     assert (first.values["K"], first.values["Table"]) == (call.k_cache.data_ptr(), table.data_ptr())
     assert first.values["has_leftpad"] == 0
 
 
-def test_with_fixed_splits_tiles_are_of_one_height(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+def test_with_fixed_splits_tiles_are_of_one_height(driver: FakeDriver, merges: list[list[int]]) -> None:
     heights = set()
     for batch in (2, 40):
         case = Case(lens=(20,) * batch, options={"fixed_split_size": 128})
-        first, *_ = shared_launches(gpu, make(case), make_prefix(case, (300,)))
+        first, *_ = shared_launches(driver, make(case), make_prefix(case, (300,)))
         heights.add(first.values["m_blocks"] * 64 >= 2 * batch)
         assert first.values["tile_rows"] == min(64, 2 * batch)
     assert heights == {True}
 
 
 def test_under_torch_compile_the_call_is_one_op(
-    gpu: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     merges: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(lens=(300, 2), page=16)
     call, prefix = make(case), make_prefix(case, (40,), page=16)
-    launches = len(shared_launches(gpu, call, prefix))
+    launches = len(shared_launches(driver, call, prefix))
     monkeypatch.setattr(api, "is_dynamo_compiling", lambda: True)
     tensors, named = arguments(call)
-    before = len(gpu.launches)
+    before = len(driver.launches)
     assert flashgen.attention_decode(*tensors, **named, prefix=prefix).shape == call.q.shape
-    assert len(gpu.launches) - before == launches + 2
+    assert len(driver.launches) - before == launches + 2
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert flashgen.attention_decode(*tensors, **named, prefix=prefix).shape == call.q.shape
 
@@ -179,9 +181,9 @@ RULES = (
 
 @pytest.mark.usefixtures("merges")
 @pytest.mark.parametrize("rule", RULES)
-def test_a_prefix_that_breaks_a_rule_is_refused(rule: str, gpu: FakeDriver) -> None:  # noqa: F811
+def test_a_prefix_that_breaks_a_rule_is_refused(rule: str, driver: FakeDriver) -> None:
     call, prefix = broken(rule)
-    gpu.named = kernels_of(call)
+    driver.named = kernels_of(call)
     with pytest.raises(WorkloadError, match=rule):
         run_with_prefix(call, prefix)
 
@@ -198,16 +200,16 @@ def test_wrong_types_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("merges")
-def test_a_gradient_of_shared_keys_is_refused(gpu: FakeDriver) -> None:  # noqa: F811
+def test_a_gradient_of_shared_keys_is_refused(driver: FakeDriver) -> None:
     call, prefix = make(GOOD), make_prefix(GOOD, (30, 5))
-    shared_launches(gpu, call, prefix)
+    shared_launches(driver, call, prefix)
     assert prefix.k is not None
     with pytest.raises(UnsupportedError, match="no backward pass"):
         run_with_prefix(call, replace(prefix, k=prefix.k.clone().requires_grad_()))
 
 
 @pytest.mark.usefixtures("merges")
-def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_contents_are_checked_on_request(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, prefix = make(GOOD), make_prefix(GOOD, (30, 5), page=16)
     shared = prefix.shared_keys(call.k_cache, call.v_cache)
     check_shared(call, shared)
@@ -223,7 +225,7 @@ def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.Mo
     check_shared(windowed, wrong)  # which no query sees any more
     monkeypatch.setenv("FLASHGEN_CHECKS", "1")
     settings.cache_clear()
-    gpu.named = kernels_of(call)
+    driver.named = kernels_of(call)
     with pytest.raises(FlashgenError, match="page ids"):
         run_with_prefix(call, replace(prefix, block_table=freed))
     settings.cache_clear()

@@ -23,9 +23,8 @@ from tests.db.samples import H200
 from tests.decoding import Case, make
 from tests.fakes.driver import FakeDriver
 from tests.fakes.gpu import FakeGpu, qkv
+from tests.runtime.decode_calls import run
 from tests.runtime.ladders import Ladder, faster, measured
-from tests.runtime.test_decode import gpu as decode_gpu  # noqa: F401 - a fixture
-from tests.runtime.test_decode import run
 
 SHAPE = Workload.parse("b1-h4-hk2-sq48-sk64-d64")
 
@@ -76,11 +75,11 @@ def test_times_are_those_of_the_record_that_serves(gpu: FakeGpu, ladder: Ladder,
     assert near.call_ms == pytest.approx(one.call_ms * usual_ms(near.workload, H200) / usual_ms(exact, H200))
 
 
-def test_decode_steps_of_any_sizes_are_counted(decode_gpu: FakeDriver, tmp_path: Path) -> None:  # noqa: F811
+def test_decode_steps_of_any_sizes_are_counted(driver: FakeDriver, tmp_path: Path) -> None:
     path = tmp_path / "calls.json"
     with flashgen.record(path):
         for lens in ((300, 0, 64), (300, 64), (300, 0, 64, 3), (300, 64), (300, 64)):
-            run(decode_gpu, make(Case(lens=lens, page=16, options={"window": (100, 0)})))
+            run(driver, make(Case(lens=lens, page=16, options={"window": (100, 0)})))
     assert not OPEN
     found = read_calls(path)
     assert sorted((one.workload.batch, one.calls) for one in found) == [(2, 3), (3, 1), (4, 1)]

@@ -18,7 +18,6 @@ from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import used_strides
 from tests.fakes.driver import FakeDriver
 from tests.packing import Case, make
-from tests.runtime.test_varlen import gpu  # noqa: F401 - a fixture
 
 # dense and packed training have the same kernels in most of these: one process compiles them, once
 pytestmark = pytest.mark.xdist_group("rows")
@@ -67,9 +66,9 @@ def calls_of(step: Step) -> Counter[str]:
 
 
 @pytest.fixture
-def steps(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Steps:  # noqa: F811
+def steps(bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Steps:
     """What makes a step of training with packed sequences, and one of as many rows in a batch."""
-    monkeypatch.setattr(gpu, "cuLaunchKernelEx", lambda *given: 0)
+    monkeypatch.setattr(bare_driver, "cuLaunchKernelEx", lambda *given: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(counters, "_FREE", {0: iter(torch.zeros(99, 1, dtype=torch.int32).unbind())})
     return _steps

@@ -17,53 +17,14 @@ from flashgen.core.features.values import BlockMask
 from flashgen.runtime.autograd.ops import attention_backward_op
 from tests import tiers
 from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed
+from tests.runtime.layouts import cut, evens, expanded, odd, odd_steps, same, shifted, swapped
 
 Tensor = torch.Tensor
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """A copy whose address is no multiple of 16 bytes."""
-    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-
-
-def odd(tensor: Tensor) -> Tensor:
-    """A copy whose rows are no multiple of 16 bytes apart."""
-    return torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype)[..., :-1]
-
-
-def swapped(tensor: Tensor) -> Tensor:
-    """A copy with the dimensions in front of the columns in the other order in memory."""
-    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
-
-
-def cut(tensor: Tensor) -> Tensor:
-    """Rows and heads of longer ones."""
-    return torch.empty(*(size + 8 for size in tensor.shape), dtype=tensor.dtype)[tuple(slice(n) for n in tensor.shape)]
-
-
-def odd_steps(tensor: Tensor) -> Tensor:
-    """A copy whose batch elements are no multiple of 16 bytes apart."""
-    batch, width = len(tensor), tensor[0].numel()
-    whole = torch.zeros(batch + 1, width + 1, dtype=tensor.dtype)
-    return whole[:, :-1].unflatten(1, tensor.shape[1:])[:batch]
-
-
-def expanded(tensor: Tensor) -> Tensor:
-    """One number in the place of all."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def one_head(tensor: Tensor) -> Tensor:
     """One head in the place of all; of (batch, rows, heads, head_dim) one row."""
     return tensor[:, :1].expand(tensor.shape)
-
-
-def integers(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-def same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def of_inference(tensor: Tensor) -> Tensor:
@@ -106,10 +67,6 @@ def scale_scores(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
 
 def from_table(score, b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
     return score + tl.load(table + h)
-
-
-def evens(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
-    return (k_idx % 2) == 0
 
 
 def options_at(batch: int, heads: int, rows: int, keys: int, bshd: bool, **options: Any) -> dict[str, Any]:

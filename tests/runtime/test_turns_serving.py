@@ -13,7 +13,7 @@ import flashgen
 from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.recent import RECENT
 from tests.fakes.turns import Call, Change, Results, Turns, changed
-from tests.runtime.test_turns import cut, expanded, integers, odd, odd_steps, same, shifted, swapped
+from tests.runtime.layouts import cut, expanded, integers, odd, odd_steps, same, shifted, swapped
 from tests.tiers import first
 
 Tensor = torch.Tensor

@@ -12,7 +12,7 @@ import torch
 import flashgen
 from flashgen.runtime.ops import serve
 from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed
-from tests.runtime.test_turns import cut, evens, expanded, integers, odd, same, shifted, swapped
+from tests.runtime.layouts import cut, evens, expanded, integers, odd, same, shifted, swapped
 from tests.tiers import EXHAUSTIVE, first
 
 Tensor = torch.Tensor

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,20 +24,10 @@ from flashgen.runtime.lookup import records
 from flashgen.runtime.ops import kernel_cache, serve
 from flashgen.runtime.varlen import api
 from tests.fakes.driver import FakeDriver, Launched
-from tests.fakes.gpu_zero import H200, on_gpu_zero
-from tests.fakes.uncompiled import compile_nothing
+from tests.fakes.gpu_zero import H200
 from tests.packing import Case, Packed, checked, make
 
 GOOD = Case(queries=(40, 0, 7), keys=(30, 5, 60), nheads=3, nheads_k=1)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
-    fake = FakeDriver()
-    compile_nothing(monkeypatch)
-    with on_gpu_zero(fake, monkeypatch):
-        yield fake
 
 
 def run(fake: FakeDriver, packed: Packed, **changes: Any) -> Launched:
@@ -51,9 +40,9 @@ def run(fake: FakeDriver, packed: Packed, **changes: Any) -> Launched:
     return fake.launches[-1]
 
 
-def test_the_kernel_reads_the_call(gpu: FakeDriver) -> None:
+def test_the_kernel_reads_the_call(bare_driver: FakeDriver) -> None:
     packed = make(replace(GOOD, used_k=(30, 2, 60), sinks=True, options={"causal": True, "window": (9, 0)}))
-    found = run(gpu, packed)
+    found = run(bare_driver, packed)
     named, values = packed.named, found.values
     pointers = {"CuSeqlensQ": "cu_seqlens_q", "CuSeqlensK": "cu_seqlens_k", "SeqUsedK": "seqused_k", "Sinks": "sinks"}
     assert {name: values[name] for name in pointers} == {name: named[key].data_ptr() for name, key in pointers.items()}
@@ -64,11 +53,11 @@ def test_the_kernel_reads_the_call(gpu: FakeDriver) -> None:
     assert (values["sequences"], values["total_q"], values["total_k"]) == (3, 47, 95)
     assert (values["window_left"], values["stride_os"], values["stride_oh"]) == (9, 96, 32)
     assert found.grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)  # heads, blocks of the sequences, one of all the rest
-    assert run(gpu, packed, return_lse=True).values["lse_rows"] == 47
+    assert run(bare_driver, packed, return_lse=True).values["lse_rows"] == 47
 
 
 def test_a_hopper_kernel_gets_tensors_that_tma_clips_behind_any_row(
-    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = family("hopper_forward")
     monkeypatch.setattr(records, "default_config", row.default)
@@ -77,9 +66,9 @@ def test_a_hopper_kernel_gets_tensors_that_tma_clips_behind_any_row(
     packed = make(replace(GOOD, head_dim=64, options={"causal": True}))
     spec = checked(packed).spec
     (kernel,) = row.kernels(spec, row.default(spec, H200))
-    gpu.named = {kernel.entry: kernel.parameters}
+    bare_driver.named = {kernel.entry: kernel.parameters}
     flashgen.attention_varlen(packed.q, packed.k, packed.v, **packed.named)
-    found = gpu.launches[-1]
+    found = bare_driver.launches[-1]
     assert (found.values["sequences"], found.values["total_q"], found.values["total_k"]) == (3, 47, 95)
     assert found.grid[0] == 3 * (3 * 1 + 1)  # heads, blocks of the sequences and of all the rest
     for name, heads in (("q", 3), ("k", 1), ("v", 1), ("o", 3)):
@@ -107,10 +96,10 @@ def gradients_of(fake: FakeDriver, packed: Packed, **changes: Any) -> list[Launc
     return fake.launches[before:]
 
 
-def test_its_gradients_are_computed_by_kernels_that_read_the_call(gpu: FakeDriver) -> None:
+def test_its_gradients_are_computed_by_kernels_that_read_the_call(bare_driver: FakeDriver) -> None:
     packed = make(replace(GOOD, used_k=(30, 2, 60), sinks=True, options={"causal": True}))
     for changes, count in (({}, 3), ({"deterministic": True}, 3)):
-        launches = differentiated(gpu, packed, **changes)
+        launches = differentiated(bare_driver, packed, **changes)
         assert len(launches) == count
         main = launches[1].values
         assert main["CuSeqlensK"] == packed.named["cu_seqlens_k"].data_ptr()
@@ -122,10 +111,10 @@ def test_its_gradients_are_computed_by_kernels_that_read_the_call(gpu: FakeDrive
     assert launches[2].grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)
 
 
-def test_autograd_sees_one_node_and_what_is_written_over(gpu: FakeDriver) -> None:
+def test_autograd_sees_one_node_and_what_is_written_over(bare_driver: FakeDriver) -> None:
     """No views around it, which would cost as much as a launch; saved tensors are watched, though they are views."""
     packed = make(replace(GOOD, options={"causal": True}))
-    differentiated(gpu, packed)  # so that the kernels of both passes are there
+    differentiated(bare_driver, packed)  # so that the kernels of both passes are there
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (packed.q, packed.k, packed.v))
     out, lse = flashgen.attention_varlen(q, k, v, **packed.named, return_lse=True)
     assert (out.shape, lse.shape) == (q.shape, (q.shape[1], q.shape[0]))
@@ -140,10 +129,10 @@ def test_autograd_sees_one_node_and_what_is_written_over(gpu: FakeDriver) -> Non
             torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
-def test_nothing_is_left_of_a_call_that_was_not_differentiated(gpu: FakeDriver) -> None:
+def test_nothing_is_left_of_a_call_that_was_not_differentiated(bare_driver: FakeDriver) -> None:
     """The output is a view, and its memory is kept for a backward pass: no circle may hold both."""
     packed = make(replace(GOOD, options={"causal": True}))
-    differentiated(gpu, packed)
+    differentiated(bare_driver, packed)
     q = packed.q.detach().requires_grad_()
     out = flashgen.attention_varlen(q, packed.k, packed.v, **packed.named)
     kept = [weakref.ref(tensor) for tensor in (out, out._base) if tensor is not None]
@@ -157,7 +146,7 @@ def test_nothing_is_left_of_a_call_that_was_not_differentiated(gpu: FakeDriver) 
 
 
 def test_hopper_gradients_lie_in_whole_blocks_of_each_sequence(
-    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = family("hopper_backward_fused")
     rows = {"forward": family("portable_forward"), "backward": row}
@@ -165,10 +154,10 @@ def test_hopper_gradients_lie_in_whole_blocks_of_each_sequence(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(counters, "_FREE", {0: iter([torch.zeros(1, dtype=torch.int32)])})
     packed = make(replace(GOOD, head_dim=64, nheads_k=GOOD.nheads, used_k=(30, 2, 60), options={"causal": True}))
-    run(gpu, packed, return_lse=True)
+    run(bare_driver, packed, return_lse=True)
     spec = replace(checked(packed).spec, direction="backward", sink=False)
-    gpu.named |= {kernel.entry: kernel.parameters for kernel in row.kernels(spec, row.default(spec, H200))}
-    prepare, main, finish = gradients_of(gpu, packed)
+    bare_driver.named |= {kernel.entry: kernel.parameters for kernel in row.kernels(spec, row.default(spec, H200))}
+    prepare, main, finish = gradients_of(bare_driver, packed)
     blocks = 47 // 128 + 3 + 1
     assert (prepare.grid[0], finish.grid[0]) == (3 * blocks * 128 // 32, 3 * blocks * 2)
     assert (main.values["sequences"], main.values["total_q"], main.values["total_k"]) == (3, 47, 95)
@@ -179,15 +168,15 @@ def test_hopper_gradients_lie_in_whole_blocks_of_each_sequence(
         assert main.values[f"{name}_desc.encoded"].shape == (64, CLIPPED_ROWS, heads, 0x7FFF0000, 0x7FFF0000)
 
 
-def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
+def test_batches_of_other_sizes_compile_nothing(bare_driver: FakeDriver) -> None:
     draw = random.Random(0)
     options = {"causal": True, "window": (300, 0)}
     for _ in range(200):
         lengths = tuple(draw.randint(0, 500) for _ in range(draw.randint(1, 30)))
         packed = make(Case(queries=(*lengths, 1), head_dim=16, nheads=1, nheads_k=1, options=options))
-        run(gpu, packed)
+        run(bare_driver, packed)
     assert len({(spec, config) for spec, config, _ in kernel_cache.KERNELS}) == 1
-    assert len(gpu.loaded) == 1
+    assert len(bare_driver.loaded) == 1
 
 
 def numbers(launches: list[Launched]) -> list[dict[str, Any]]:
@@ -202,17 +191,17 @@ def numbers(launches: list[Launched]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (40, 7), "softcap": 30.0}])
 def test_what_is_open_to_sizes_is_launched_as_on_the_slow_path(
-    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, trains: bool, options: dict[str, Any]
+    bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, trains: bool, options: dict[str, Any]
 ) -> None:
     draw, prepared, prepare = random.Random(1), [], serve.prepare
     monkeypatch.setattr(serve, "prepare", lambda call: (prepared.append(call), prepare(call))[1])
 
     def launched(packed: Packed) -> list[Launched]:
-        before = len(gpu.launches)
+        before = len(bare_driver.launches)
         if trains:
-            return differentiated(gpu, packed)
-        run(gpu, packed)
-        return gpu.launches[before:]
+            return differentiated(bare_driver, packed)
+        run(bare_driver, packed)
+        return bare_driver.launches[before:]
 
     for number in range(12):
         lengths = tuple(draw.randint(0, 90) for _ in range(draw.randint(1, 9)))
@@ -228,9 +217,9 @@ def test_what_is_open_to_sizes_is_launched_as_on_the_slow_path(
             memo.update(saved)  # type: ignore[attr-defined]
 
 
-def test_a_call_with_something_odd_about_it_is_not_open(gpu: FakeDriver) -> None:
+def test_a_call_with_something_odd_about_it_is_not_open(bare_driver: FakeDriver) -> None:
     for rows in (5, 6, 7):
-        run(gpu, make(Case(queries=(rows, 9))))
+        run(bare_driver, make(Case(queries=(rows, 9))))
     assert serve._OPEN
     packed = make(Case(queries=(20, 9)))
     wrong = packed.named["cu_seqlens_q"]
@@ -240,14 +229,14 @@ def test_a_call_with_something_odd_about_it_is_not_open(gpu: FakeDriver) -> None
         ({"cu_seqlens_k": wrong[:2]}, "cu_seqlens_k is int32"),
     ):
         with pytest.raises(WorkloadError, match=rule):
-            run(gpu, packed, **changes)
+            run(bare_driver, packed, **changes)
     with pytest.raises(WorkloadError, match="share dtype"):
         flashgen.attention_varlen(packed.q, packed.k.bfloat16(), packed.v, **packed.named)
     odd = make(Case(queries=(20, 11), layout="odd"))
-    assert run(gpu, odd).values["total_q"] == 31
+    assert run(bare_driver, odd).values["total_q"] == 31
 
 
-def test_without_rows_or_keys_nothing_is_launched(gpu: FakeDriver) -> None:
+def test_without_rows_or_keys_nothing_is_launched(bare_driver: FakeDriver) -> None:
     none = torch.zeros(3, dtype=torch.int32)
     q, k = torch.ones(5, 2, 16, dtype=torch.bfloat16), torch.ones(0, 2, 16, dtype=torch.bfloat16)
     ends = torch.tensor([0, 3, 5], dtype=torch.int32)
@@ -255,14 +244,14 @@ def test_without_rows_or_keys_nothing_is_launched(gpu: FakeDriver) -> None:
     assert not out.any()
     assert (lse == -torch.inf).all()
     assert flashgen.attention_varlen(k, q, q, none, ends, max_seqlen_q=0, max_seqlen_k=3).shape == (0, 2, 16)
-    assert not gpu.launches
+    assert not bare_driver.launches
 
 
-def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torch_compile_the_call_is_one_op(bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Dynamo sees it, without the seconds that Dynamo takes: a real call through the op, and shapes without data."""
     monkeypatch.setattr(api, "is_dynamo_compiling", lambda: True)
     packed = make(replace(GOOD, sinks=True, options={"causal": True}))
-    assert run(gpu, packed, return_lse=True).values["Sinks"] == packed.named["sinks"].data_ptr()
+    assert run(bare_driver, packed, return_lse=True).values["Sinks"] == packed.named["sinks"].data_ptr()
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(one) for one in (packed.q, packed.k, packed.v))
         named = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in packed.named.items()}
@@ -270,7 +259,7 @@ def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: py
         assert (out.shape, lse.shape, lse.dtype) == ((47, 3, 32), (3, 47), torch.float32)
         with pytest.raises(WorkloadError, match="cu_seqlens_k is int32"):
             flashgen.attention_varlen(q, k, v, **{**named, "cu_seqlens_k": named["cu_seqlens_k"][:2]})
-    assert len(gpu.launches) == 1
+    assert len(bare_driver.launches) == 1
 
 
 def broken(name: str) -> dict[str, Any]:
@@ -325,16 +314,18 @@ def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
     assert isinstance(refused.value, UnsupportedError if "functions" in rule else WorkloadError)
 
 
-def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_are_checked_on_request(bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CHECKS", "1")
     settings.cache_clear()
     packed = make(replace(GOOD, used_q=(40, 0, 7)))
 
     def refused(rule: str, **changes: Any) -> None:
         with pytest.raises(WorkloadError, match=rule):
-            run(gpu, packed, **{name: torch.tensor(value, dtype=torch.int32) for name, value in changes.items()})
+            run(
+                bare_driver, packed, **{name: torch.tensor(value, dtype=torch.int32) for name, value in changes.items()}
+            )
 
-    run(gpu, packed)
+    run(bare_driver, packed)
     refused("begins with 0 .* got 1 and 47", cu_seqlens_q=[1, 40, 40, 47])
     refused("ends at most at the 47 rows of q, got 0 and 48", cu_seqlens_q=[0, 40, 40, 48])
     refused("cu_seqlens_k never falls.* got -10 for sequence 1", cu_seqlens_k=[0, 30, 20, 80])

@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import AttentionInterface, GenerationConfig
 
-from flashgen import reference
 from flashgen.core.errors import UnsupportedError
-from flashgen.integrations import transformers as door
-from flashgen.integrations.transformers.attend import Attention
-from tests.tiny_models import MODELS
+from tests.integrations.transformers.conftest import Calls
+from tests.integrations.transformers.tiny import TINY, made
 
 pytestmark = [pytest.mark.xdist_group("transformers"), pytest.mark.filterwarnings("ignore::FutureWarning")]
-
-TINY = {model.name: model for model in MODELS}
-
-
-class Calls:
-    """The reference, which notes what it is called with."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(reference, name)
-
-        def noted(*tensors: torch.Tensor, **arguments: Any) -> Any:
-            self.seen.append((name, {"tensors": tensors, **arguments}))
-            return call(*tensors, **arguments)
-
-        return noted
-
-    def masks(self) -> set[tuple[int, ...] | None]:
-        return {None if (mask := given.get("mask")) is None else tuple(mask.shape) for _, given in self.seen}
-
-    def names(self) -> set[str]:
-        return {name for name, _ in self.seen}
-
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    door.register("fgen", reference=True)
-    noted = Calls()
-    for name in ("fgen", "paged|fgen"):
-        AttentionInterface.register(name, Attention(calls=noted, is_reference=True))
-    yield noted
-    door.unregister("fgen")
-
-
-def made(name: str, attention: str = "fgen") -> Any:
-    return TINY[name].made(attention, torch.float32)
 
 
 def compared(model: Any, calls: Calls, **inputs: Any) -> None:

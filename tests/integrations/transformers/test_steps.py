@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from flashgen.core.errors import UnsupportedError
 from flashgen.integrations.transformers.attend import Attention
 from flashgen.integrations.transformers.steps import StepMask, step_mask, step_tensor
-from tests.integrations.transformers.test_calls import TINY, Calls, calls, made  # noqa: F401 - a fixture
+from tests.integrations.transformers.conftest import Calls
+from tests.integrations.transformers.tiny import TINY, made
 
 pytestmark = [pytest.mark.xdist_group("transformers"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -21,7 +22,7 @@ KEYS = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0, 0]], dtype=torch.
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_they_are_steps_of_decoding(name: str, calls: Calls) -> None:  # noqa: F811
+def test_they_are_steps_of_decoding(name: str, calls: Calls) -> None:
     model, inputs = made(name), TINY[name].called(torch.float32)
     model.generate(**inputs, max_new_tokens=4, do_sample=False, cache_implementation="static")
     steps = [given for call, given in calls.seen if call == "attention_decode" and given["tensors"][0].shape[1] == 1]
