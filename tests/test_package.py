@@ -1,4 +1,4 @@
-"""The package as a whole: what it exports, what importing it loads and costs, and what its metadata says."""
+"""The package as a whole: what it exports, what importing it loads and costs, its metadata, and what tests share."""
 
 from __future__ import annotations
 
@@ -197,6 +197,40 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert len(extras) == 6
     assert needed - extras <= declared, "what is imported where it is used is an extra"
     assert not {*declared, *extras} - needed, "nothing imports these"
+
+
+def files_of_tests(code: str) -> Iterator[str]:
+    """The test files below tests that `code` imports, or that it imports something from."""
+    for node in ast.walk(ast.parse(code)):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names]
+        yield from (name for name in names if name.startswith("tests.") and ".test_" in name)
+
+
+def test_no_test_file_is_imported() -> None:
+    """What test files share lies in modules that are none: to change one, or to leave it out, concerns no other."""
+    sources = (path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "golden")  # of kernels alone
+    found = {path.relative_to(ROOT).as_posix(): [*files_of_tests(path.read_text("utf-8"))] for path in sources}
+    assert len(found) > 300
+    assert not {path: names for path, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from tests.runtime.test_decode import run", ["tests.runtime.test_decode.run"]),
+        (
+            "def f():\n    from tests.runtime import (\n        ladders,\n        test_decode,\n    )",
+            ["tests.runtime.test_decode"],
+        ),
+        ("import tests.test_package as package", ["tests.test_package"]),
+        ("from tests.runtime.ladders import tuned\nfrom latest.test_words import run", []),
+    ],
+    ids=["of a name", "of a file", "by another name", "of no test file"],
+)
+def test_an_import_of_a_test_file_is_found(code: str, found: list[str]) -> None:
+    assert list(files_of_tests(code)) == found
 
 
 def test_no_ignore_rule_hides_a_database() -> None:
