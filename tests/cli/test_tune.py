@@ -123,8 +123,8 @@ def test_ctrl_c_gives_130_and_the_same_command_goes_on(invoke: Invoke, measure: 
 
 @EXHAUSTIVE
 def test_a_limit_that_ends_before_some_workloads_says_so(invoke: Invoke, measure: Measure) -> None:
-    measure(FakeExecutor(on_evaluate=lambda number: time.sleep(0.3)))
-    arguments = ("tune", "-s", SHAPE, "-s", "b1-h32-s1024-d64", "--limit-seconds", "5.2", "--budget", "2")
+    measure(FakeExecutor(on_evaluate=lambda number: time.sleep(2.0)))  # a slow machine has 3 s to begin the first one
+    arguments = ("tune", "-s", SHAPE, "-s", "b1-h32-s1024-d64", "--limit-seconds", "8", "--budget", "2", "--retune")
     result = invoke(*arguments)
     assert result.exit_code == 0
     assert "The time ended before 1 of 2 workloads; the same command goes on with them." in result.stdout
