@@ -67,7 +67,7 @@ def _training(task: str, seconds: float) -> Benchmark:
 BENCHMARKS: tuple[Benchmark, ...] = (
     _race("forward", 640, "--suite", "forward", *PREPARE),
     _race("forward_fp16", 340, "--suite", "forward_fp16", "--impls", FP16_PEERS, *PREPARE, module="forward"),
-    Benchmark(name="data", module="data", seconds=750, is_sharded=True, has_limit=True),
+    Benchmark(name="data", module="data", seconds=870, is_sharded=True, has_limit=True),
     Benchmark(name="unseen", module="unseen", seconds=780, is_sharded=True, has_limit=True),
     Benchmark(name="varlen", module="varlen", seconds=840, options=PREPARE, is_sharded=True, has_limit=True),
     _race("backward", 810, *PREPARE),
