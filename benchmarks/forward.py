@@ -20,7 +20,7 @@ import flashgen
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.flex_variants import CHOICES, FLEX, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
-from benchmarks.prepared import add_prepare_arguments, prepared
+from benchmarks.prepared import Say, add_prepare_arguments, prepared
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
@@ -44,7 +44,6 @@ REASON_LENGTH = 160
 """Of a reason in a file; some projects explain at length."""
 
 Racer = Callable[[Workload, Sequence[Impl]], list[Result]]
-Say = Callable[[str], None]
 
 
 class DataRacer(Protocol):

@@ -24,7 +24,7 @@ from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import add_race_arguments, say
 from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Case, cases
 from benchmarks.functions_impls import PEERS, impls_of, options_of
-from benchmarks.impls import IMPLS, Call, Impl, flashgen_features
+from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, attempt, race_on
@@ -33,7 +33,7 @@ from benchmarks.time_limit import TimeLimit
 from flashgen.core.errors import FlashgenError
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
-from flashgen.measure.inputs import Inputs, rotation_copies
+from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.timing import CudaStopwatch
 from flashgen.tuning.shards import Shard
 
@@ -148,14 +148,9 @@ def compile_all(wanted: Sequence[Case], impls: Impls, where: torch.device) -> in
         with _autograd(case):
             inputs = case.inputs(1, where)
             for impl in impls(case):
-                told = call_once(impl, case.twin, partial(_prepared, case, inputs))
-                say(f"{case.suite} {case.name} {impl.name}: {told}")
+                say(f"{case.suite} {case.name} {impl.name}: {call_once(impl, case.twin, inputs)}")
         gc.collect()
     return 0
-
-
-def _prepared(case: Case, inputs: Inputs, impl: Impl) -> Call:
-    return impl.prepare(case.twin, inputs)
 
 
 def row_of(case: Case, result: Result, provenance: Provenance) -> Row:

@@ -13,15 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.impls import Call, Impl
 from benchmarks.problems import training_inputs
+from benchmarks.provenance import ROOT
 from benchmarks.race import attempt
 from benchmarks.variants import Contestant, fastest
 from flashgen.core.errors import FlashgenError
@@ -29,8 +29,6 @@ from flashgen.core.workload import Workload
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.tuning.shards import Shard
-
-ROOT = Path(__file__).resolve().parents[1]
 
 PREPARING_SECONDS = 240
 """What compiling beforehand may take; a race compiles what is not there by then."""
@@ -69,22 +67,33 @@ def prepare(module: str, arguments: Sequence[str], processes: int, say: Say) -> 
     """
     if not processes:
         return 0.0
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # before anybody imports it
-    threads = str(max(1, (os.cpu_count() or 1) // processes))
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
-    started, quiet = time.monotonic(), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    children = [
-        subprocess.Popen([*command, "--compile-part", f"{n}/{processes}"], cwd=ROOT, env=environment, **quiet)
-        for n in range(processes)
-    ]
-    watch = threading.Timer(PREPARING_SECONDS, lambda: [child.kill() for child in children])
-    watch.start()
-    codes = [child.wait() for child in children]
-    watch.cancel()
+    command, started = [sys.executable, "-m", f"benchmarks.{module}", *arguments], time.monotonic()
+    commands = [[*command, "--compile-part", f"{n}/{processes}"] for n in range(processes)]
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    codes = side_by_side(commands, threads=threads, seconds=PREPARING_SECONDS)
     took_s = time.monotonic() - started
     say(f"compiled in {processes} processes, which ended with {codes} ({took_s:.0f} s)")
     return took_s
+
+
+def side_by_side(commands: Iterable[Sequence[str]], *, threads: int, seconds: float) -> list[int]:
+    """Run commands that fill caches, quietly and all at once; their exit codes, -9 of what took longer.
+
+    Args:
+        commands: a process each.
+        threads: of torch.compile in each of them.
+        seconds: when those that are left are killed.
+    """
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    children = [subprocess.Popen(command, cwd=ROOT, env=environment, **quiet) for command in commands]
+    watch = threading.Timer(seconds, lambda: [child.kill() for child in children])
+    watch.daemon = True
+    watch.start()
+    codes = [child.wait() for child in children]
+    watch.cancel()
+    return codes
 
 
 def prepared(
@@ -113,13 +122,12 @@ def compile_part(
 ) -> None:
     """Call each implementation of this part on each workload once."""
     for impl, workload in share_of(part, impls, workloads):
-        inputs = _inputs_of(workload, where)
-        say(f"{workload.key} {impl.name}: {call_once(impl, workload, partial(_prepared, workload, inputs))}")
+        say(f"{workload.key} {impl.name}: {call_once(impl, workload, _inputs_of(workload, where))}")
         gc.collect()
 
 
-def _prepared(workload: Workload, inputs: Inputs, impl: Impl) -> Call:
-    return impl.prepare(workload, inputs)
+def _itself(call: Call) -> Call:
+    return call
 
 
 def share_of(part: Shard, impls: Sequence[C], subjects: Sequence[S]) -> list[tuple[C, S]]:
@@ -128,14 +136,21 @@ def share_of(part: Shard, impls: Sequence[C], subjects: Sequence[S]) -> list[tup
     return pairs[part.index :: part.count]
 
 
-def call_once(impl: C, subject: S, ready: Callable[[C], Call]) -> str:
-    """Call an implementation, or each of its variants, once: "compiled", or why it cannot run."""
+def call_once(impl: C, subject: S, inputs: object, call_of: Callable[[Any], Call] = _itself) -> str:
+    """Call an implementation, or each of its variants, once: "compiled", or why it cannot run.
 
-    def called(each: C) -> bool | str:
+    Args:
+        impl: the implementation.
+        subject: what it is called for.
+        inputs: what it prepares itself for beside that.
+        call_of: the call in what it gives.
+    """
+
+    def called(each: Any) -> bool | str:
         reason: str | None = each.unsupported(subject)
         if reason is not None:
             return reason
-        call = ready(each)
+        call = call_of(each.prepare(subject, inputs))
         with call.context():
             call.run(0)
         return True

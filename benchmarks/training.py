@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,9 @@ from typing import Any
 import flashgen
 from benchmarks import curves
 from benchmarks.exit_codes import MISSING, STOPPED
-from benchmarks.forward import Say, say
+from benchmarks.forward import say
 from benchmarks.impls import cudnn_version, torch_version
+from benchmarks.prepared import Say, side_by_side
 from benchmarks.provenance import ROOT, Provenance, add_arguments, serve_generated
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, Row
 from benchmarks.training_tasks import BY_DEFAULT, COMPILED, MODES, TASKS, Task
@@ -181,17 +181,9 @@ def prepare(jobs: Sequence[Job], processes: int, say: Say) -> None:
     """
     compiled, started = [str(job) for job in jobs if job.mode == COMPILED and not job.is_large], time.monotonic()
     shares = [share for n in range(processes) if (share := compiled[n::processes])]
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(PREPARING_THREADS)}
     commands = [[*WORKER, *share, "--compiled-steps=1", f"--limit-seconds={PREPARING_SECONDS}"] for share in shares]
-    children = [
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for command in commands
-    ]
-    for child in children:
-        watch = _ended_after(PREPARING_SECONDS + START_SECONDS, child)
-        child.wait()
-        watch.cancel()
-    say(f"compiled {len(compiled)} runs in {len(children)} processes ({time.monotonic() - started:.0f} s)")
+    side_by_side(commands, threads=PREPARING_THREADS, seconds=PREPARING_SECONDS + START_SECONDS)
+    say(f"compiled {len(compiled)} runs in {len(commands)} processes ({time.monotonic() - started:.0f} s)")
 
 
 def line_of(row: Row) -> str:

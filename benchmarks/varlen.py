@@ -13,14 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.flex_variants import CHOICES
-from benchmarks.impls import Call, results_of
+from benchmarks.impls import results_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, share_of
 from benchmarks.provenance import Provenance, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS, TRIAL, attempt, by_load
@@ -81,13 +80,9 @@ def compile_part(part: Shard, packs: Sequence[Pack], impls: Sequence[VarlenImpl]
     """Call each implementation of this part on each batch once."""
     for impl, pack in share_of(part, impls, packs):
         with no_grad_of[pack.trains]():
-            told = call_once(impl, pack, partial(_called, pack, tensors_of(pack, where)))
+            told = call_once(impl, pack, tensors_of(pack, where), lambda ready: ready.call)
         print(f"{pack.workload.key} {impl.name}: {told}", flush=True)
         gc.collect()
-
-
-def _called(pack: Pack, tensors: PackTensors, impl: VarlenImpl) -> Call:
-    return impl.prepare(pack, tensors).call
 
 
 def race(

@@ -101,7 +101,7 @@ def test_every_variant_is_called() -> None:
 
     both = replace(impl_of("both", calls), variants=Variants())
     inputs = make_inputs(WORKLOADS[0], copies=1, seed=0, device=CPU)
-    assert call_once(both, WORKLOADS[0], lambda each: each.prepare(WORKLOADS[0], inputs)) == "compiled"
+    assert call_once(both, WORKLOADS[0], inputs) == "compiled"
     assert [name for name, _ in calls] == ["0", "1"]
 
 

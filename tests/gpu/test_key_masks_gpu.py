@@ -11,7 +11,7 @@ import torch
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import applicable, family, invalid, unsupported
-from flashgen.core.config import Config, KnobValue
+from flashgen.core.config import KnobValue
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward import backward_geometry
@@ -23,6 +23,7 @@ from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.key_masks import FORMS
 from flashgen.measure.odd_shapes import OddShape, Runnable, check_odd, odd_problem
 from flashgen.measure.verification_case import VerificationCase
+from tests.gpu.gate import assert_passes_the_gate
 from tests.gpu.public import compile_ahead
 
 pytestmark = [
@@ -120,25 +121,14 @@ def forward_problems(key: str) -> tuple[tuple[OddShape, VerificationCase], ...]:
     return tuple((shape, odd_problem(spec, shape, "cuda")) for shape in shapes_of(spec))
 
 
-def assert_passes(key: str, config: Config) -> None:
-    spec, device = Specialization.parse(key), current_device()
-    assert invalid(config, spec, device) is None
-    compiled = compile_kernel(spec, config, device)
-    verdict = check_odd(
-        lambda q, k, v, out, features: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), 0),
-        forward_problems(key),
-        repeats=1,
-    )
-    assert verdict is None, str(verdict)
-
-
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("key", "changes"), HOPPER, ids=str)
 def test_hopper_kernels_take_every_mask(key: str, changes: Changes) -> None:
     spec, device, row = Specialization.parse(key), current_device(), family("hopper_forward")
     if unsupported(row, spec, device) is not None:
         pytest.skip("needs a Hopper GPU")
-    assert_passes(key, row.default(spec, device).replace(**changes))
+    config = row.default(spec, device).replace(**changes)
+    assert_passes_the_gate(key, config, forward_problems(key), repeats=1)
 
 
 @pytest.mark.parametrize("loads", ["pointer", "descriptor"])
@@ -148,7 +138,7 @@ def test_portable_kernels_take_every_mask(key: str, loads: str) -> None:
     config = family("portable_forward").default(spec, device).replace(loads=loads)
     if invalid(config, spec, device) is not None:
         pytest.skip("no such loads")
-    assert_passes(key, config)
+    assert_passes_the_gate(key, config, forward_problems(key), repeats=1)
 
 
 @pytest.mark.parametrize("key", BACKWARD)
