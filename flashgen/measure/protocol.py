@@ -6,6 +6,7 @@ Anything that goes wrong with a candidate is a `Failure`, and the next call work
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError, MeasureError
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-from flashgen.measure.sequential import ANCHOR_ROUNDS, Rule
+from flashgen.measure.sequential import ANCHOR_ROUNDS, LEAST_ROUNDS, Rule
 
 Outcome = Measurement | Failure
 
@@ -145,8 +146,8 @@ class RaceJob:
         """About the most seconds that all windows take, with three backends of torch beside them."""
         window_s = self.warm_s + self.window_s
         round_s = self.windows * window_s
-        limit_s = self.rule.limit_s if self.rule else None
-        rounds_s = round_s * self.rounds if limit_s is None else min(round_s * self.rounds, limit_s + 2 * round_s)
+        most_s = self.rule.most_s + 2 * round_s if self.rule else math.inf
+        rounds_s = min(round_s * self.rounds, max(most_s, LEAST_ROUNDS * round_s))
         return self.settle_s + rounds_s + 3 * ANCHOR_ROUNDS * window_s
 
     def without(self, index: int) -> RaceJob:

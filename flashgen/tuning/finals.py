@@ -28,13 +28,9 @@ from flashgen.core.record import Measurement
 from flashgen.measure import sequential
 from flashgen.measure.protocol import LEAST_SETTLE_S, SETTLE_S, check_window
 from flashgen.measure.scores import compared
-from flashgen.measure.sequential import ANCHOR_ROUNDS, LEAST_ROUNDS, Times, beats, gains, odds_faster
+from flashgen.measure.sequential import ANCHOR_ROUNDS, LEAST_ROUNDS, LIKELY, Times, beats, gains, odds_faster
 
 C = TypeVar("C")
-
-LIKELY = 1.0
-"""Odds at which a config counts as faster than another one where none of them is in use: nothing is lost by an error
-(one of fifteen pairs of equals in three rounds), and the better guess is as good as any."""
 
 KINDS_OF_DATA = 2
 """Windows of a config in each round: on normal data and on hard data."""
@@ -64,7 +60,8 @@ class Finals:
 
     Attributes:
         rounds: the most that the last race has; it ends before where it is sure.
-        limit_s: seconds that the last race may take, a few windows more or less.
+        limit_s: seconds that the last race may take, a few windows more or less, and overtime beside them
+            (`sequential.OVERTIME`).
         last: configs of the last race, the default and the incumbent not counted.
         near_share: how far behind the best of the search a config may be to take part in the first race.
         near_most: configs of the first race.
@@ -212,6 +209,11 @@ def choose(results: Mapping[Config, Measurement], *, default: Config, incumbent:
 
 
 def _is_likely_faster(one: Times, other: Times) -> bool:
+    """Whether it is by even odds, which are enough where no config is in use.
+
+    Nothing is lost by an error, which is one of fifteen pairs of equals in three rounds, and the better guess is as
+    good as any.
+    """
     return odds_faster(gains(one, other)) >= LIKELY
 
 

@@ -55,12 +55,22 @@ def sticky_noise(chance: random.Random, configs: int, rounds: int) -> list[list[
 
 
 def race(
-    gains: Sequence[float], noise: Noise, chance: random.Random, *, champion: int | None = 0, rounds: int = 40
+    gains: Sequence[float],
+    noise: Noise,
+    chance: random.Random,
+    *,
+    champion: int | None = 0,
+    rounds: int = 40,
+    limit: int | None = None,
 ) -> list[tuple[float, ...]]:
-    """The times of each config in the rounds that it had; `gains` say how much faster than 1 ms each really is."""
+    """The times of each config in the rounds that it had; `gains` say how much faster than 1 ms each really is.
+
+    A window takes a second; `limit` is that of the race, in windows.
+    """
     logs = noise(chance, len(gains), rounds)
     times: list[list[float]] = [[] for _ in gains]
-    referee = Referee(Rule(champion=champion), range(len(gains)), lambda both: both, lambda: 0.0)
+    rule = Rule(champion=champion, limit_s=limit)
+    referee = Referee(rule, range(len(gains)), lambda both: both, lambda: float(sum(map(len, times))))
     racing = list(range(len(gains)))
     for number in range(rounds):
         for index in racing:

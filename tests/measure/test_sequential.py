@@ -11,7 +11,6 @@ from flashgen.core.errors import MeasureError
 from flashgen.core.record import Measurement
 from flashgen.measure.sequential import (
     LEAST_ROUNDS,
-    Referee,
     Rule,
     beats,
     confidence,
@@ -25,11 +24,11 @@ from tests.tiers import first
 RACES = 60
 
 
-def replaced(true_gains: Sequence[float], noise: Noise) -> float:
+def replaced(true_gains: Sequence[float], noise: Noise, limit: int | None = None) -> float:
     """The share of races in which somebody takes the champion's place."""
     chance, count = random.Random(3), 0
     for _ in range(RACES):
-        times = race(true_gains, noise, chance)
+        times = race(true_gains, noise, chance, limit=limit)
         count += any(beats(each, times[0], rivals=len(times) - 1) for each in times[1:])
     return count / RACES
 
@@ -113,10 +112,34 @@ def test_a_rule_follows_its_champion_when_a_config_drops_out() -> None:
         Rule(limit_s=-1.0)
 
 
-def test_a_limit_ends_a_race_after_two_rounds_at_least() -> None:
-    now = 0.0
-    equal = [[1.0] * 2, [1.0] * 2]
-    referee = Referee(Rule(champion=0, limit_s=5.0), [0, 1], lambda windows: equal, lambda: now)
-    for seconds, going_on in ((3.0, [0, 1]), (6.0, [])):
-        now = seconds
-        assert referee(equal) == going_on
+def to_and_fro(*true_gains: float, limit: int, champion: int | None = 0) -> list[int]:
+    """The rounds that each config has where every second one is 4% better for the champion than the other ones."""
+    logs = [[0.02 * (-1) ** (number + config) for number in range(40)] for config in (0, 1, 1)]
+    times = race(true_gains, lambda *_: logs[: len(true_gains)], random.Random(0), champion=champion, limit=limit)
+    return list(map(len, times))
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(1, LEAST_ROUNDS), (6, LEAST_ROUNDS), (12, 6), (13, 6)])
+def test_a_limit_ends_a_race_after_three_rounds_at_least(limit: int, rounds: int) -> None:
+    assert to_and_fro(0.0, -0.015, limit=limit) == [rounds] * 2
+
+
+def test_who_is_ahead_of_the_champion_has_overtime() -> None:
+    """Until that is sure; who is not ahead has none, and nor has a race without a champion."""
+    unlimited = to_and_fro(0.0, 0.05, limit=1000)
+    assert to_and_fro(0.0, 0.05, limit=6) == unlimited
+    assert unlimited[0] > LEAST_ROUNDS
+    *ahead, behind = to_and_fro(0.0, 0.05, -0.015, limit=1000)
+    assert to_and_fro(0.0, 0.05, -0.015, limit=9) == [*ahead, LEAST_ROUNDS]
+    assert behind > LEAST_ROUNDS
+    assert to_and_fro(0.0, 0.05, limit=6, champion=None) == [LEAST_ROUNDS] * 2
+
+
+def test_overtime_ends_where_a_gain_stays_likely_and_never_is_sure() -> None:
+    assert to_and_fro(0.0, 0.03, limit=6) == [Rule(champion=0, limit_s=6).most_s / 2] * 2
+
+
+def test_a_short_limit_hides_no_gain_and_believes_in_none() -> None:
+    """Three rounds of five configs are what a search of 16 s has time for."""
+    assert replaced([0.0, 0.04, 0.03, 0.01, -0.01], measured_noise, limit=15) >= 0.85
+    assert replaced([0.0] * 5, measured_noise, limit=15) <= 0.05
