@@ -23,6 +23,7 @@ from flashgen.core.record import Failure, TuningRecord
 if TYPE_CHECKING:
     from flashgen.db.comparison import Pair
     from flashgen.db.merging import Side
+    from flashgen.db.past import Whole
     from flashgen.measure.protocol import Executor
     from flashgen.tuning.retime import Check
 
@@ -102,7 +103,7 @@ def diff(first: First, second: Second, json: Json = False) -> None:
     from flashgen.db.comparison import compare
     from flashgen.tuning.history import is_current
 
-    pairs = [pair for pair in compare(_records(first), _records(second), is_current) if pair.verdict != "same"]
+    pairs = [pair for pair in compare(_known(first), _known(second), is_current) if pair.verdict != "same"]
     _print_pairs(pairs, as_json=json)
 
 
@@ -134,7 +135,7 @@ def merge(
         raise DatabaseError(f"a merge writes a new file and overwrites none; {target} exists")
     check_target(target)  # before anything is raced
     sides = _side(first), _side(second)
-    stored = compare(sides[0].known.records, sides[1].known.records, is_current)
+    stored = compare(sides[0].known, sides[1].known, is_current)
     pairs, host = list(stored), ""
     with _executor(gpu) if measure and _has_gpu() else contextlib.nullcontext() as executor:
         if executor is not None:
@@ -263,13 +264,14 @@ def _check_json(check: Check) -> dict[str, object]:
     }
 
 
-def _records(path: Path) -> list[TuningRecord]:
-    """All of a file, or an error: what is compared and merged must be whole."""
+def _known(path: Path) -> Whole:
+    """The records of a file and who made them, or an error: what is compared must be whole."""
+    from flashgen.db.past import Whole, origins_of
     from flashgen.db.store import Store
 
     with Store.open(path, read_only=True) as store:
         store.check()
-        return store.all_records()
+        return Whole(records=tuple(store.all_records()), origins=origins_of(store.reader))
 
 
 def _side(path: Path) -> Side:

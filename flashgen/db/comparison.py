@@ -10,10 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from flashgen.core.history import UNKNOWN, Origin
 from flashgen.core.record import TuningRecord, Versions
-from flashgen.db.exchange import IsCurrent, better
+from flashgen.db.exchange import IsCurrent, better, raced
+from flashgen.db.past import Whole
 
 Verdict = Literal["first", "second", "same", "undecided"]
+
+_Made = tuple["TuningRecord | None", Origin]
+"""A record that may be missing, and who made it."""
 
 POLICY = "an undecided workload keeps the record of the first database"
 """What a merge does where nothing tells which of two records is faster."""
@@ -45,16 +50,21 @@ class Pair:
         return record or self.either
 
 
-def compare(
-    first: Iterable[TuningRecord], second: Iterable[TuningRecord], is_current: IsCurrent | None = None
-) -> tuple[Pair, ...]:
+def compare(first: Whole, second: Whole, is_current: IsCurrent | None = None) -> tuple[Pair, ...]:
     """Every workload, device identity and provenance of either side, in a fixed order, with what can be told of it.
 
-    A record that is current is taken before one that is not, if `is_current` tells, as by an import.
+    A record that is current is taken before one that is not, if `is_current` tells, as by an import; so is the winner
+    of a race that had both configs, whatever the versions.
     """
-    ours, theirs = _by_identity(first), _by_identity(second)
-    keys = sorted(ours.keys() | theirs.keys())
-    return tuple(_pair(ours.get(key), theirs.get(key), is_current) for key in keys)
+    ours, theirs = _by_identity(first.records), _by_identity(second.records)
+    return tuple(
+        _pair(
+            (ours.get(key), first.origins.get(key, UNKNOWN)),
+            (theirs.get(key), second.origins.get(key, UNKNOWN)),
+            is_current,
+        )
+        for key in sorted(ours.keys() | theirs.keys())
+    )
 
 
 def why_incomparable(one: TuningRecord, other: TuningRecord) -> str | None:
@@ -80,7 +90,8 @@ def _released(versions: Versions) -> Versions:
     return replace(versions, flashgen=versions.flashgen.partition("+")[0])
 
 
-def _pair(first: TuningRecord | None, second: TuningRecord | None, is_current: IsCurrent | None) -> Pair:
+def _pair(one: _Made, other: _Made, is_current: IsCurrent | None) -> Pair:
+    (first, origin), (second, second_origin) = one, other
     if first is None or second is None:
         name: Verdict = "second" if first is None else "first"
         return Pair(first=first, second=second, verdict=name, reason=f"only the {name} has it")
@@ -89,6 +100,10 @@ def _pair(first: TuningRecord | None, second: TuningRecord | None, is_current: I
     if is_current is not None and (current := is_current(first)) != is_current(second):
         verdict: Verdict = "first" if current else "second"
         return Pair(first=first, second=second, verdict=verdict, reason="the other's kernel is generated no more")
+    won = raced(second, first, second_origin, origin)
+    if won is not None:
+        verdict = "second" if won else "first"
+        return Pair(first=first, second=second, verdict=verdict, reason="the winner of a race that had both")
     reason = why_incomparable(first, second)
     if reason is not None:
         return Pair(first=first, second=second, verdict="undecided", reason=reason)

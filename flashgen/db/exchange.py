@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
 from flashgen.core.folders import scratch_beside
-from flashgen.core.history import Replaced
+from flashgen.core.history import UNKNOWN, Origin, Replaced
 from flashgen.core.record import Measurement, TuningRecord, moment
 from flashgen.core.staleness import why_stale
 from flashgen.db import files
@@ -148,32 +148,55 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
         if _is_of_the_future(record):
             raise DatabaseError(f"a record is imported after it was made; {path} has one of {record.created}")
 
-    def wins(their: TuningRecord, our: TuningRecord) -> bool:
+    def wins(their: TuningRecord, our: TuningRecord, our_origin: Origin) -> bool:
         if is_current is not None and (current := is_current(their)) != is_current(our):
             return current
-        return better(their, our)
+        return better(their, our, made.get(their.identity, UNKNOWN), our_origin)
 
     return store.merge_records(theirs, wins, Incoming(reason="import", source=Path(path).name, origins=made))
 
 
-def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
+def better(
+    theirs: TuningRecord, ours: TuningRecord, their_origin: Origin = UNKNOWN, our_origin: Origin = UNKNOWN
+) -> bool:
     """Whether an imported record replaces ours of the same workload, device identity and provenance.
 
     1. Measured, one of them on normal data alone: the one that was measured on hard data too, unless it is slower on
        normal data by more than `EVEN_SHARE`, for the other may take twice as long on hard data.
-    2. Measured: the faster one, by the geometric mean of both times where both have them, and by the ratio to the
+    2. Measured: the winner of a race that had both configs, which is known of the runners-up in an origin; where two
+       races had both, that of the newer one. Two records of races of their own have met different moments of a card.
+    3. Measured: the faster one, by the geometric mean of both times where both have them, and by the ratio to the
        reference kernel of the same race where that was the same for both (absolute times of different races do not
        compare on a card that changes its clock), else by the medians, if the two differ by more than `NOISE`.
-    3. Otherwise (nearly as fast, or both predicted): the newer one; one of the future was made at an unknown time.
+    4. Otherwise (nearly as fast, or both predicted): the newer one; one of the future was made at an unknown time.
     """
     if theirs.measurement and ours.measurement:
         if (theirs.hard_ms is None) != (ours.hard_ms is None):
             gain = _gain(theirs, theirs.measurement, ours, ours.measurement)
             return gain > EVEN_SHARE if theirs.hard_ms is None else gain > -EVEN_SHARE
+        if (won := raced(theirs, ours, their_origin, our_origin)) is not None:
+            return won
         gain = _gain(theirs, theirs.measurement.balanced, ours, ours.measurement.balanced)
         if abs(gain) > NOISE:
             return gain > 0
     return _made(theirs) > _made(ours)
+
+
+def raced(theirs: TuningRecord, ours: TuningRecord, their_origin: Origin, our_origin: Origin) -> bool | None:
+    """Whether theirs is the faster one by a race that had both configs, the newer one of two; None if none had."""
+    if theirs.measurement is None or ours.measurement is None or (theirs.hard_ms is None) != (ours.hard_ms is None):
+        return None
+    won, lost = _has_beaten(theirs.measurement, their_origin, ours), _has_beaten(ours.measurement, our_origin, theirs)
+    return _made(theirs) > _made(ours) if won and lost else won if won or lost else None
+
+
+def _has_beaten(winner: Measurement, origin: Origin, other: TuningRecord) -> bool:
+    """Whether the config of another record was a rival in the race of a record, and not the faster one by its times.
+
+    A record stays where a rival is ahead by less than a race can be sure of.
+    """
+    times = [rival.over(winner) for rival in origin.runners_up if rival.config == other.config]
+    return any(over is not None and over >= 1 for over in times)
 
 
 def _made(record: TuningRecord) -> datetime:

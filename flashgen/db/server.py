@@ -111,7 +111,9 @@ class ServerStore(StoredTrials):
         origins = {} if origin == UNKNOWN else {record.identity: origin}
         given = replace(incoming or Incoming(), origins=origins)
         self._run(
-            lambda session: writing.merge_records(session, [checked], lambda new, old: True, self.validate, given)
+            lambda session: writing.merge_records(
+                session, [checked], lambda new, old, maker: True, self.validate, given
+            )
         )
 
     def put_trial(self, trial: Trial) -> None:
@@ -180,7 +182,7 @@ class ServerStore(StoredTrials):
         origins = {record.identity: origin for record, origin in found if origin != UNKNOWN}
         return target.merge_records(
             [record for record, _ in found],
-            lambda new, old: moment(new.created) > moment(old.created),
+            lambda new, old, maker: moment(new.created) > moment(old.created),
             Incoming(reason="import", source="a database server", origins=origins),
         )
 

@@ -10,12 +10,12 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from flashgen.core.errors import DatabaseError, FlashgenError
-from flashgen.core.history import REASONS, UNKNOWN, Replaced
+from flashgen.core.history import REASONS, UNKNOWN, Origin, Replaced
 from flashgen.core.record import Prediction, Trial, TuningRecord, timestamp
 from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.db import reading, rows
 from flashgen.db.past import Origins
-from flashgen.db.past_rows import name_of, origin_columns
+from flashgen.db.past_rows import name_of, origin_columns, origin_of
 from flashgen.db.reader import OWN
 from flashgen.db.reading import Validate
 from flashgen.db.schema import (
@@ -31,8 +31,8 @@ from flashgen.db.schema import (
 
 R = TypeVar("R", DeviceRow, WorkloadRow)
 
-Wins = Callable[[TuningRecord, TuningRecord], bool]
-"""Called with a new record and the old one of the same identity: whether the new one replaces it."""
+Wins = Callable[[TuningRecord, TuningRecord, Origin], bool]
+"""Called with a new record, the old one of the same identity and who made that: whether the new one replaces it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def merge_records(
             added += 1
         else:
             known = _known(old, validate)
-            if known is not None and not wins(record, known):
+            if known is not None and not wins(record, known, _maker(old)):
                 kept += 1
                 continue
             replaced += 1
@@ -197,6 +197,14 @@ def _keep(session: Session, old: RecordRow, moment: str, incoming: Incoming) -> 
     }
     found = sa.select(*columns.values()).select_from(RecordRow).outerjoin(OriginRow).where(RecordRow.id == old.id)
     session.execute(sa.insert(ReplacedRow).from_select(list(columns), found))
+
+
+def _maker(old: RecordRow) -> Origin:
+    """Who made the record of a row; unknown where nobody wrote it down, or the row breaks a rule."""
+    try:
+        return UNKNOWN if old.origin is None else origin_of(old.origin)
+    except FlashgenError:
+        return UNKNOWN
 
 
 def _known(old: RecordRow, validate: Validate) -> TuningRecord | None:

@@ -6,17 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+from flashgen.core.history import UNKNOWN, Origin, RunnerUp
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.db.comparison import compare, why_incomparable
+from flashgen.db.past import Whole
 from tests.db.samples import CAUSAL, H100, MEASURED, PREDICTED, SHORT, hard, timed
 
 FASTER = timed(MEASURED, 1.0, config=MEASURED.config.replace(num_warps=4))
 
 
-def verdict(first: TuningRecord, second: TuningRecord) -> str:
-    (pair,) = compare([first], [second])
+def verdict(
+    first: TuningRecord, second: TuningRecord, first_origin: Origin = UNKNOWN, second_origin: Origin = UNKNOWN
+) -> str:
+    (pair,) = compare(known(first, origin=first_origin), known(second, origin=second_origin))
     assert pair.taken == (second if pair.verdict == "second" else first)
     return pair.verdict
+
+
+def known(*records: TuningRecord, origin: Origin = UNKNOWN) -> Whole:
+    return Whole(records=records, origins={record.identity: origin for record in records})
 
 
 def test_the_faster_of_two_that_compare_is_taken() -> None:
@@ -61,7 +69,7 @@ def test_versions_that_nobody_wrote_down_compare_with_nothing() -> None:
 
 def test_every_workload_of_either_side_has_a_pair() -> None:
     short, other = replace(MEASURED, workload=SHORT), replace(MEASURED, device=H100)
-    pairs = compare([MEASURED, short, PREDICTED], [FASTER, other, PREDICTED])
+    pairs = compare(known(MEASURED, short, PREDICTED), known(FASTER, other, PREDICTED))
     told = [(pair.either.device.identity, pair.either.workload, pair.either.provenance, pair.verdict) for pair in pairs]
     assert told == [
         (MEASURED.device.identity, CAUSAL, "measured", "second"),
@@ -73,5 +81,13 @@ def test_every_workload_of_either_side_has_a_pair() -> None:
 
 
 def test_a_kernel_that_is_generated_no_more_loses() -> None:
-    (pair,) = compare([FASTER], [MEASURED], lambda record: record == MEASURED)
+    (pair,) = compare(known(FASTER), known(MEASURED), lambda record: record == MEASURED)
     assert (pair.verdict, pair.taken) == ("second", MEASURED)
+
+
+def test_a_race_that_had_both_decides_whatever_the_versions() -> None:
+    slower = timed(MEASURED, 1.2)  # a time of its own race, which says less than that it has beaten the other
+    beaten = Origin(runners_up=(RunnerUp(config=FASTER.config, times_ms=(1.3,)),))
+    assert verdict(slower, FASTER) == "second"
+    assert verdict(slower, FASTER, beaten) == verdict(replace(slower, baselines=()), FASTER, beaten) == "first"
+    assert verdict(FASTER, slower, second_origin=beaten) == "second"

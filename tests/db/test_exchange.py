@@ -14,6 +14,7 @@ import pytest
 
 from flashgen.core.errors import DatabaseError
 from flashgen.core.folders import ABANDONED_SECONDS
+from flashgen.core.history import UNKNOWN, Origin, RunnerUp
 from flashgen.core.record import Baseline, Measurement, TuningRecord
 from flashgen.db.exchange import CSV_COLUMNS, SCRATCH_PREFIX, better, export_records, import_records, to_csv
 from flashgen.db.store import Store
@@ -207,6 +208,51 @@ NEWER = "2026-11-21T00:00:00+00:00"
 )
 def test_the_better_record_wins(theirs: object, ours: object, wins: bool) -> None:
     assert better(theirs, ours) is wins  # type: ignore[arg-type]
+
+
+RIVAL = timed(MEASURED, 1.0, config=MEASURED.config.replace(num_warps=4))
+"""25% faster than MEASURED, as its own race said."""
+
+
+def raced(rival: TuningRecord, *times_ms: float) -> Origin:
+    """Of a record with three windows of 1.25 ms."""
+    return Origin(runners_up=(RunnerUp(config=rival.config, times_ms=times_ms),))
+
+
+def test_a_race_that_had_both_configs_decides() -> None:
+    won = raced(RIVAL, 1.3, 1.3, 1.3)
+    assert better(MEASURED, RIVAL, won)
+    assert not better(RIVAL, MEASURED, UNKNOWN, won)
+    assert not better(MEASURED, RIVAL, raced(RIVAL, 1.2, 1.2, 1.2)), "it stayed, and the other was ahead"
+    assert not better(MEASURED, RIVAL, raced(replace(RIVAL, config=RIVAL.config.replace(num_warps=2)), 1.3))
+    hard_rival = hard(RIVAL, 1.0)
+    assert better(hard_rival, MEASURED, UNKNOWN, raced(hard_rival, 1.3)), "that race had normal data alone"
+
+
+@pytest.mark.parametrize(("created", "wins"), [(NEWER, True), (MEASURED.created, False)])
+def test_the_newer_of_two_such_races_decides(created: str, wins: bool) -> None:
+    theirs = replace(MEASURED, created=created)
+    assert better(theirs, RIVAL, raced(RIVAL, 1.3), raced(theirs, 1.1)) is wins
+
+
+def test_an_import_reads_both_races(tmp_path: Path) -> None:
+    """Of what it takes and of what is there, also where the row of a race breaks a rule."""
+    paths = [tmp_path / name for name in ("theirs.sqlite3", "none.sqlite3")]
+    for path, origins in zip(paths, ({MEASURED.identity: raced(RIVAL, 1.3)}, {}), strict=True):
+        export_records([MEASURED], path, origins=origins)
+    export_records([RIVAL], tmp_path / "rival.sqlite3")
+    replaced, kept = Merged(added=0, replaced=1, kept=0), Merged(added=0, replaced=0, kept=1)
+    with Store.open(tmp_path / "ours.sqlite3") as store:
+        store.put_record(RIVAL)
+        assert import_records(store, paths[1]) == kept
+        assert import_records(store, paths[0]) == replaced
+        assert import_records(store, tmp_path / "rival.sqlite3") == kept
+    connection = sqlite3.connect(tmp_path / "ours.sqlite3")
+    connection.execute("UPDATE origins SET runners_up = 'none'")
+    connection.commit()
+    connection.close()
+    with Store.open(tmp_path / "ours.sqlite3") as store:
+        assert import_records(store, tmp_path / "rival.sqlite3") == replaced
 
 
 def both(normal_ms: float, hard_ms: float | None, reference_ms: float = 2.5, created: str = NEWER) -> TuningRecord:

@@ -227,7 +227,7 @@ def test_a_merge_keeps_the_loser_and_both_histories(path: Path, tmp_path: Path) 
     only = replace(MEASURED, workload=SHORT)
     export_records([FASTER, only], theirs, origins={only.identity: ORIGIN}, replaced=[older, REPLACED])
     first, second = side(path), side(theirs)
-    pairs = compare(first.known.records, second.known.records)
+    pairs = compare(first.known, second.known)
     found = merged(first, second, [(pair, pair) for pair in pairs])
     assert found.records == (FASTER, only)
     assert found.origins == {only.identity: ORIGIN}
@@ -240,7 +240,7 @@ def test_a_race_replaces_the_records_of_both_sides(path: Path, tmp_path: Path) -
     theirs = tmp_path / "theirs.sqlite3"
     export_records([FASTER], theirs)
     first, second = side(path), side(theirs)
-    (stored,) = compare(first.known.records, second.known.records)
+    (stored,) = compare(first.known, second.known)
     today = [timed(record, 1.4, 1.5, created="2026-11-22T12:00:00+00:00") for record in (MEASURED, FASTER)]
     decided = replace(stored, first=today[0], second=today[1], verdict="first")
     found = merged(first, second, [(stored, decided)], run="r", host="h")
@@ -258,7 +258,7 @@ def test_what_did_not_run_in_a_race_is_no_runner_up(path: Path, tmp_path: Path) 
     theirs = tmp_path / "theirs.sqlite3"
     export_records([FASTER], theirs)
     first, second = side(path), side(theirs)
-    (stored,) = compare(first.known.records, second.known.records)
+    (stored,) = compare(first.known, second.known)
     decided = replace(stored, second=timed(FASTER, 1.4), verdict="second")
     found = merged(first, second, [(stored, decided)], run="r", host="h")
     assert found.origins == {MEASURED.identity: Origin(run="r", host="h")}
@@ -266,7 +266,7 @@ def test_what_did_not_run_in_a_race_is_no_runner_up(path: Path, tmp_path: Path) 
 
 def test_a_difference_of_histories_is_none(path: Path, tmp_path: Path) -> None:
     export_records([MEASURED], tmp_path / "plain.sqlite3")
-    (pair,) = compare(side(path).known.records, side(tmp_path / "plain.sqlite3").known.records)
+    (pair,) = compare(side(path).known, side(tmp_path / "plain.sqlite3").known)
     assert pair.verdict == "same"
 
 

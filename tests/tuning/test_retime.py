@@ -9,7 +9,8 @@ import pytest
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, Limits, TuningRecord
 from flashgen.core.workload import Workload
-from flashgen.db.comparison import compare
+from flashgen.db.comparison import Pair, compare
+from flashgen.db.past import Whole
 from flashgen.tuning.retime import Check, boldest, checks, decided, race
 from tests.db.samples import CAUSAL, CONFIG, H100, MEASURED, PREDICTED, SHORT, timed
 from tests.tuning.fakes import FakeExecutor
@@ -22,6 +23,10 @@ def of(config: Config, time_ms: float) -> TuningRecord:
     return timed(MEASURED, time_ms, config=config)
 
 
+def pairs_of(first: TuningRecord, second: TuningRecord) -> tuple[Pair, ...]:
+    return compare(Whole(records=(first,)), Whole(records=(second,)))
+
+
 def executor(*, first_ms: float = 2.0, second_ms: float = 2.0, broken: tuple[Config, ...] = ()) -> FakeExecutor:
     def time_ms(workload: Workload, config: Config) -> float:
         return first_ms if config == CONFIG else second_ms
@@ -32,7 +37,7 @@ def executor(*, first_ms: float = 2.0, second_ms: float = 2.0, broken: tuple[Con
 @pytest.mark.parametrize(("second_ms", "verdict"), [(1.5, "second"), (1.998, "first"), (2.0, "first"), (2.5, "first")])
 def test_a_race_decides_whatever_the_records_claim(second_ms: float, verdict: str) -> None:
     for claimed in (1.0, 9.0):
-        (pair,) = compare([of(CONFIG, 2.0)], [of(OTHER, claimed)])
+        (pair,) = pairs_of(of(CONFIG, 2.0), of(OTHER, claimed))
         after = decided(executor(second_ms=second_ms), pair)
         assert after.verdict == verdict
         assert after.taken.config == (OTHER if verdict == "second" else CONFIG)
@@ -44,7 +49,7 @@ def test_records_of_a_race_say_what_those_of_a_search_say() -> None:
     """What bounds the card, and how sure the race was: a merge stores them."""
     gpu = executor(second_ms=2.5)
     gpu.state = (("power_limit_w", 600.0), ("sm_clock_max_mhz", 1980.0))
-    (pair,) = compare([of(CONFIG, 2.0)], [of(OTHER, 1.0)])
+    (pair,) = pairs_of(of(CONFIG, 2.0), of(OTHER, 1.0))
     taken = decided(gpu, pair).taken
     assert taken.limits == Limits(power_limit_w=600.0, max_sm_clock_mhz=1980.0)
     assert taken.measurement is not None
@@ -56,7 +61,7 @@ def test_records_of_a_race_say_what_those_of_a_search_say() -> None:
 
 
 def test_what_does_not_run_here_wins_no_race() -> None:
-    (pair,) = compare([of(CONFIG, 2.0)], [of(OTHER, 1.0)])
+    (pair,) = pairs_of(of(CONFIG, 2.0), of(OTHER, 1.0))
     assert decided(executor(broken=(OTHER,)), pair).verdict == "first"
     after = decided(executor(broken=(CONFIG,)), pair)
     assert (after.verdict, after.taken.config) == ("second", OTHER)
@@ -67,11 +72,11 @@ def test_what_does_not_run_here_wins_no_race() -> None:
 def test_only_pairs_that_this_gpu_can_tell_are_raced() -> None:
     gpu = executor()
     pairs = [
-        *compare([replace(of(CONFIG, 2.0), device=H100)], [replace(of(OTHER, 1.8), device=H100)]),
-        *compare([MEASURED], [replace(MEASURED, workload=SHORT)]),
-        *compare([MEASURED], [MEASURED]),
-        *compare([of(CONFIG, 2.0)], [of(CONFIG, 1.0)]),
-        *compare([PREDICTED], [replace(PREDICTED, predicted_ms=1.9)]),
+        *pairs_of(replace(of(CONFIG, 2.0), device=H100), replace(of(OTHER, 1.8), device=H100)),
+        *pairs_of(MEASURED, replace(MEASURED, workload=SHORT)),
+        *pairs_of(MEASURED, MEASURED),
+        *pairs_of(of(CONFIG, 2.0), of(CONFIG, 1.0)),
+        *pairs_of(PREDICTED, replace(PREDICTED, predicted_ms=1.9)),
     ]
     assert [decided(gpu, pair) for pair in pairs] == pairs
     assert gpu.races == []
