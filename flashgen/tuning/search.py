@@ -48,6 +48,9 @@ FAILED_VALUE = 30.0
 FIXED = ("default", "incumbent")
 """Sources of what is tried first, whatever a model expects."""
 
+NEAREST_FIRST = 2
+"""Configs of the nearest records that follow them: a model of many workloads knows less of those that are alike."""
+
 _CONSTRAINT = "failed"
 
 
@@ -88,7 +91,7 @@ class Search:
         name: the specialization's key, so that its workloads share one order of random points.
         trials: earlier trials of the same workload, which are told and never asked again.
         model: proposes most points; None leaves all to the sampler. A model that knows enough before the first trial
-            also puts `first` in order, behind the default and the incumbent.
+            also puts `first` in order, behind the default, the incumbent and the nearest records.
 
     Raises:
         TuningError: there is no candidate at all, or `scale_ms` is not a positive number.
@@ -182,9 +185,10 @@ class Search:
         self._told.append((config, value))
 
     def _in_order(self, first: list[Proposal]) -> list[Proposal]:
-        """The default and the incumbent, then what the model expects to be best; as given where it knows nothing."""
-        fixed = [proposal for proposal in first if proposal.source in FIXED]
-        others = [proposal for proposal in first if proposal.source not in FIXED]
+        """Those that need no model, then what the model expects to be best; as given where it knows nothing."""
+        near = [proposal for proposal in first if proposal.source == "neighbour"]
+        fixed = [*(proposal for proposal in first if proposal.source in FIXED), *near[:NEAREST_FIRST]]
+        others = [proposal for proposal in first if proposal not in fixed]
         expected = self._model.expected([each.config for each in others], ()) if self._model else None
         if expected is None:
             return first

@@ -213,16 +213,15 @@ def test_a_resumed_search_goes_on_as_the_stopped_one_would_have(stopped_after: i
     assert [trial.config for trial in again] == [trial.config for trial in whole[stopped_after:]]
 
 
-def test_starts_are_in_the_order_of_the_model_behind_the_default() -> None:
+def test_starts_are_in_the_order_of_the_model_behind_those_that_need_none() -> None:
     by_time = sorted((config for config in SPACE.configs if not _fails(config)), key=time_ms)
+    slow, middle, fast = by_time[-4:], by_time[len(by_time) // 2], by_time[0]
     first = [
-        (by_time[-1], "default"),
-        (by_time[-2], "incumbent"),
-        (by_time[len(by_time) // 2], "seed"),
-        (by_time[0], "neighbour"),
+        *zip(slow, ("default", "incumbent", "neighbour", "neighbour"), strict=True),
+        (middle, "seed"),
+        (fast, "neighbour"),
     ]
-    trials = search_with(4, first=first)
-    assert [trial.source for trial in trials] == ["default", "incumbent", "neighbour", "seed"]
+    assert [trial.config for trial in search_with(6, first=first)] == [*slow, fast, middle]
 
 
 def test_without_the_package_the_sampler_searches_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
