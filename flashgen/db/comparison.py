@@ -10,15 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flashgen.core.history import UNKNOWN, Origin
+from flashgen.core.history import Origin
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.db.exchange import IsCurrent, better, raced
 from flashgen.db.past import Whole
 
 Verdict = Literal["first", "second", "same", "undecided"]
-
-_Made = tuple["TuningRecord | None", Origin]
-"""A record that may be missing, and who made it."""
 
 POLICY = "an undecided workload keeps the record of the first database"
 """What a merge does where nothing tells which of two records is faster."""
@@ -58,11 +55,7 @@ def compare(first: Whole, second: Whole, is_current: IsCurrent | None = None) ->
     """
     ours, theirs = _by_identity(first.records), _by_identity(second.records)
     return tuple(
-        _pair(
-            (ours.get(key), first.origins.get(key, UNKNOWN)),
-            (theirs.get(key), second.origins.get(key, UNKNOWN)),
-            is_current,
-        )
+        _pair(ours.get(key), theirs.get(key), (first.origin(key), second.origin(key)), is_current)
         for key in sorted(ours.keys() | theirs.keys())
     )
 
@@ -90,8 +83,12 @@ def _released(versions: Versions) -> Versions:
     return replace(versions, flashgen=versions.flashgen.partition("+")[0])
 
 
-def _pair(one: _Made, other: _Made, is_current: IsCurrent | None) -> Pair:
-    (first, origin), (second, second_origin) = one, other
+def _pair(
+    first: TuningRecord | None,
+    second: TuningRecord | None,
+    origins: tuple[Origin, Origin],
+    is_current: IsCurrent | None,
+) -> Pair:
     if first is None or second is None:
         name: Verdict = "second" if first is None else "first"
         return Pair(first=first, second=second, verdict=name, reason=f"only the {name} has it")
@@ -100,7 +97,7 @@ def _pair(one: _Made, other: _Made, is_current: IsCurrent | None) -> Pair:
     if is_current is not None and (current := is_current(first)) != is_current(second):
         verdict: Verdict = "first" if current else "second"
         return Pair(first=first, second=second, verdict=verdict, reason="the other's kernel is generated no more")
-    won = raced(second, first, second_origin, origin)
+    won = raced(second, first, *reversed(origins))
     if won is not None:
         verdict = "second" if won else "first"
         return Pair(first=first, second=second, verdict=verdict, reason="the winner of a race that had both")

@@ -161,21 +161,22 @@ def better(
 ) -> bool:
     """Whether an imported record replaces ours of the same workload, device identity and provenance.
 
-    1. Measured, one of them on normal data alone: the one that was measured on hard data too, unless it is slower on
+    1. Measured, both or neither on hard data: the winner of a race that had both configs, which is known of the
+       runners-up in an origin; where two races had both, that of the newer one. Records of two other races have met
+       different moments of a card.
+    2. Measured, one of them on normal data alone: the one that was measured on hard data too, unless it is slower on
        normal data by more than `EVEN_SHARE`, for the other may take twice as long on hard data.
-    2. Measured: the winner of a race that had both configs, which is known of the runners-up in an origin; where two
-       races had both, that of the newer one. Two records of races of their own have met different moments of a card.
     3. Measured: the faster one, by the geometric mean of both times where both have them, and by the ratio to the
        reference kernel of the same race where that was the same for both (absolute times of different races do not
        compare on a card that changes its clock), else by the medians, if the two differ by more than `NOISE`.
     4. Otherwise (nearly as fast, or both predicted): the newer one; one of the future was made at an unknown time.
     """
+    if (won := raced(theirs, ours, their_origin, our_origin)) is not None:
+        return won
     if theirs.measurement and ours.measurement:
         if (theirs.hard_ms is None) != (ours.hard_ms is None):
             gain = _gain(theirs, theirs.measurement, ours, ours.measurement)
             return gain > EVEN_SHARE if theirs.hard_ms is None else gain > -EVEN_SHARE
-        if (won := raced(theirs, ours, their_origin, our_origin)) is not None:
-            return won
         gain = _gain(theirs, theirs.measurement.balanced, ours, ours.measurement.balanced)
         if abs(gain) > NOISE:
             return gain > 0
@@ -183,11 +184,16 @@ def better(
 
 
 def raced(theirs: TuningRecord, ours: TuningRecord, their_origin: Origin, our_origin: Origin) -> bool | None:
-    """Whether theirs is the faster one by a race that had both configs, the newer one of two; None if none had."""
+    """Whether theirs is the faster one by a race that had both configs, the newer one of two.
+
+    None if none had, or where one record alone was measured on hard data.
+    """
     if theirs.measurement is None or ours.measurement is None or (theirs.hard_ms is None) != (ours.hard_ms is None):
         return None
     won, lost = _has_beaten(theirs.measurement, their_origin, ours), _has_beaten(ours.measurement, our_origin, theirs)
-    return _made(theirs) > _made(ours) if won and lost else won if won or lost else None
+    if won and lost:
+        return _made(theirs) > _made(ours)
+    return won if won or lost else None
 
 
 def _has_beaten(winner: Measurement, origin: Origin, other: TuningRecord) -> bool:

@@ -24,7 +24,7 @@ class Side:
 
     def origin(self, record: TuningRecord) -> Origin:
         """Who made a record of this side."""
-        return self.known.origins.get(record.identity, UNKNOWN)
+        return self.known.origin(record.identity)
 
 
 def merged(first: Side, second: Side, pairs: Sequence[tuple[Pair, Pair]], *, run: str = "", host: str = "") -> Whole:

@@ -66,6 +66,10 @@ class Whole:
     origins: Origins = field(default_factory=dict)
     replaced: tuple[Replaced, ...] = ()
 
+    def origin(self, identity: Identity) -> Origin:
+        """Who made the record of this identity."""
+        return self.origins.get(identity, UNKNOWN)
+
 
 def past_of(reader: Reader, workload: Workload, device: Device | None = None) -> Past:
     """The history of the records of a workload, of one device identity or of all of them.

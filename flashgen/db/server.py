@@ -110,11 +110,7 @@ class ServerStore(StoredTrials):
         checked = rows.checked_record(record, self.validate)
         origins = {} if origin == UNKNOWN else {record.identity: origin}
         given = replace(incoming or Incoming(), origins=origins)
-        self._run(
-            lambda session: writing.merge_records(
-                session, [checked], lambda new, old, maker: True, self.validate, given
-            )
-        )
+        self._run(lambda session: writing.merge_records(session, [checked], None, self.validate, given))
 
     def put_trial(self, trial: Trial) -> None:
         """See `Store.put_trial`."""

@@ -102,14 +102,16 @@ class Store(StoredTrials):
             DatabaseError: the file cannot be written.
         """
         origins = {} if origin == UNKNOWN else {record.identity: origin}
-        self.merge_records([record], lambda new, old, maker: True, replace(incoming or Incoming(), origins=origins))
+        self.merge_records([record], None, replace(incoming or Incoming(), origins=origins))
 
     def put_records(self, records: Iterable[TuningRecord], incoming: Incoming | None = None) -> None:
         """As `put_record`, for several in one transaction: all of them or none."""
-        self.merge_records(records, lambda new, old, maker: True, incoming)
+        self.merge_records(records, None, incoming)
 
-    def merge_records(self, records: Iterable[TuningRecord], wins: Wins, incoming: Incoming | None = None) -> Merged:
-        """Store records in one transaction; where there is an old one, `wins(new, old, maker)` decides.
+    def merge_records(
+        self, records: Iterable[TuningRecord], wins: Wins | None, incoming: Incoming | None = None
+    ) -> Merged:
+        """Store records in one transaction; where there is an old one, `wins` decides, or the new one replaces it.
 
         Raises:
             FlashgenError: as `put_record`; nothing was changed.

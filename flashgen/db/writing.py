@@ -64,9 +64,9 @@ class Incoming:
 
 
 def merge_records(
-    session: Session, records: Sequence[TuningRecord], wins: Wins, validate: Validate, incoming: Incoming
+    session: Session, records: Sequence[TuningRecord], wins: Wins | None, validate: Validate, incoming: Incoming
 ) -> Merged:
-    """Store each record that is new or wins; what it replaces goes to the history."""
+    """Store each record that is new or wins, or each if nothing decides; what it replaces goes to the history."""
     added = replaced = kept = 0
     now = timestamp()
     for record in records:
@@ -77,7 +77,7 @@ def merge_records(
             added += 1
         else:
             known = _known(old, validate)
-            if known is not None and not wins(record, known, _maker(old)):
+            if wins is not None and known is not None and not wins(record, known, _maker(old)):
                 kept += 1
                 continue
             replaced += 1
