@@ -22,6 +22,14 @@ MAX_DECODE_HEAD_DIM = 256
 """Of `flashgen.attention_decode`; wider heads are served with a mask of keys."""
 
 
+CHOSEN = {
+    "indices": "the keys that each query sees",
+    "block_indices": "the blocks of keys that each query sees",
+    "sinks": "a sink of each query",
+}
+"""What layers of models give beside masks, and what would be another model's output without it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Attention of a model's layers by `calls`: flashgen, or `flashgen.reference` for tensors of any device."""
@@ -60,7 +68,9 @@ class Attention:
             value: (batch, nheads_k, seqlen_k, head_dim_v).
             attention_mask: what `masks.attention_mask` gave, or a tensor (batch, heads, seqlen_q, seqlen_k) of bools
                 (True where attended) or of floats (added to scores). It says everything: a causal mask and a window are
-                in it. None is causal from the top left if `is_causal`, and there are several queries.
+                in it. None is causal from the top left if `is_causal`, and there are several queries. A module that
+                does not say whether it is causal is not, but for packed sequences and in a graph of torch.compile,
+                where a causal mask may be None (`masks.attention_mask`).
             dropout: the probability with which a weight is dropped; layers say 0.0 in evaluation.
             scaling: factor of the scores.
             sliding_window: of packed sequences with `cu_seq_lens_q`, which have no mask.
@@ -84,7 +94,10 @@ class Attention:
             WorkloadError: a mask is none of the above.
         """
         self._refuse(query, others)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        has_lengths = None not in lengths
+        usual = has_lengths or torch.compiler.is_compiling()
+        causal = getattr(module, "is_causal", usual) if is_causal is None else is_causal
         scores: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
         if s_aux is not None:
             scores["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.float()
@@ -92,13 +105,11 @@ class Attention:
             scores["deterministic"] = True
         if dropout:
             scores["dropout_p"] = dropout
-        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if cache is not None:
             found = attend_paged(
                 self.calls, module, (query, key, value), cache, lengths, sliding_window, scores, others
             )
             return found, None
-        has_lengths = None not in lengths
         if has_lengths and not isinstance(attention_mask, Tensor):
             window = (sliding_window - 1, None) if causal and sliding_window else (None, None)
             found = self._packed(query, key, value, lengths, causal, window, position_bias, scores)
@@ -124,6 +135,12 @@ class Attention:
                     f"flashgen computes no matrix of attention weights, which {name} needs: load the model with "
                     "attn_implementation='eager'"
                 )
+        for name, meaning in CHOSEN.items():
+            if others.get(name) is not None:
+                raise UnsupportedError(
+                    f"this model gives its attention {meaning} as {name}, which flashgen does not compute: load the "
+                    "model with attn_implementation='eager'"
+                )
         if query.device.type == "cpu" and not self.is_reference:
             raise UnsupportedError(
                 "flashgen's kernels take tensors of a GPU, and this model is on the CPU: register(reference=True) "
@@ -136,7 +153,11 @@ class Attention:
             bias = scores.get("bias")
             scores["bias"] = mask if bias is None else bias + mask
             mask = None
-        rows = (x.transpose(1, 2) for x in with_rows(query, key, value))
+        batch = max(len(query), len(key))  # learned queries of a batch of one broadcast, as for SDPA
+        rows = (
+            x.transpose(1, 2).expand(batch, -1, -1, -1) if len(x) == 1 else x.transpose(1, 2)
+            for x in with_rows(query, key, value)
+        )
         found: Tensor = self.calls.attention(*rows, layout="bshd", mask=mask, **scores)
         return found
 
@@ -148,11 +169,13 @@ class Attention:
         The keys behind are slots of a static cache that nothing was written to.
         """
         rows = query.shape[2]
-        causal = causal and rows > 1
-        if causal and key.shape[2] > rows:
+        if not (causal and rows > 1):
+            return self._dense(query, key, value, causal=False, bias=bias, **scores)
+        if key.shape[2] > rows:
             key, value = key[:, :, :rows], value[:, :, :rows]
             bias = bias if bias is None else bias[..., :rows]
-        return self._dense(query, key, value, causal=causal, bias=bias, **scores)
+        where: dict[str, Any] = {} if key.shape[2] == rows else {"q_offset": 0}
+        return self._dense(query, key, value, causal=True, bias=bias, **where, **scores)
 
     def _compact(
         self,
@@ -181,7 +204,10 @@ class Attention:
             keys = None if keys is None else keys[:, :end]
         # a step of decoding has its last query at the last key, and sees nothing behind it or everything
         is_step = visible.window == (None, None) or (
-            right in (None, 0) and type(offset) is int and offset + query.shape[2] == key.shape[2]
+            right in (None, 0)
+            and type(offset) is int
+            and offset + query.shape[2] == key.shape[2]
+            and (right is None or offset > 0 or keys is not None)
         )
         if is_step and bias is None and "dropout_p" not in scores and self._can_decode(query, key, value):
             cached = cached_keys(visible, key.shape[2])
@@ -193,7 +219,7 @@ class Attention:
         where: dict[str, Any] = {"window": visible.window}
         if right == 0:
             where = {"causal": True, "window": (left, None)}
-        if visible.window != (None, None):
+        if visible.window != (None, None) and not (type(offset) is int and offset == key.shape[2] - query.shape[2]):
             where["q_offset"] = offset
         mask = None if keys is None else keys[:, None, None, :]
         return self._dense(query, key, value, bias=bias, mask=mask, **where, **scores)

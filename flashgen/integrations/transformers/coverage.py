@@ -21,6 +21,8 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _OWN = re.compile(r"softmax|scaled_dot_product_attention|\bbaddbmm|MultiheadAttention\(")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 _MASKS = re.compile(r"\bcreate_(?:\w+_)?masks?(?:_\w+)?\(")
+_AS_SDPA = re.compile(r"_supports_sdpa = True")
+_FOR_SDPA_ALONE = re.compile(r"_attn_implementation\b.*[\"']sdpa[\"']")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,29 +66,45 @@ def refuse_config(config: Any) -> None:
     Raises:
         UnsupportedError: it is such a model; without flashgen it would compute with the wrong mask.
     """
-    kind: Any = type(config)
-    reason = None if config is None else _reason(kind)
+    reason = None if config is None else _reading(type(config))[0]
     if reason is not None:
         raise UnsupportedError(_refusal(f"model {config.model_type!r}", reason))
 
 
+def reads_none_as_sdpa(config: Any) -> bool:
+    """Whether the model of a config means by a mask that is None what SDPA does: causal where its modules say so.
+
+    One without SDPA has been run with eager attention alone, where None hides nothing. One that asks whether its
+    attention is called "sdpa" may do for that name alone what makes None right.
+    """
+    return config is not None and _reading(type(config))[1]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # no file is read, and no graph broken
+def _reading(kind: Any) -> tuple[str | None, bool]:
+    return _read(kind)
+
+
 @cache
-def _reason(config: Any) -> str | None:
-    """Why the model of a config is refused; it lies beside the config, in a file of the same name."""
-    package, _, name = str(config.__module__).rpartition(".")
+def _read(kind: Any) -> tuple[str | None, bool]:
+    """Why the model of a kind of config is refused, if it is, and whether it means by None what SDPA does."""
+    source = _modeling(kind)
+    own, as_sdpa = _ATTENTION_CLASS.search(source), _AS_SDPA.search(source) and not _FOR_SDPA_ALONE.search(source)
+    if INTERFACE in source or own is None or _MASKS.search(source) is None:
+        return None, bool(as_sdpa)
+    return f"{own.group().split()[1].partition('(')[0]} computes it on its own", bool(as_sdpa)
+
+
+def _modeling(kind: Any) -> str:
+    """The source of the model of a kind of config, which lies beside it in a file of the same name; "" without one."""
+    package, _, name = str(kind.__module__).rpartition(".")
     if not name.startswith("configuration_"):
-        return None
+        return ""
     try:
         spec = importlib.util.find_spec(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
     except ImportError:
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    own = _ATTENTION_CLASS.search(source)
-    if INTERFACE in source or own is None or _MASKS.search(source) is None:
-        return None
-    return f"{own.group().split()[1].partition('(')[0]} computes it on its own"
+        return ""
+    return "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
 
 
 @cache

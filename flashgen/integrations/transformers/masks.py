@@ -10,7 +10,7 @@ import torch
 from transformers import masking_utils
 
 from flashgen.core.features.values import Window
-from flashgen.integrations.transformers.coverage import refuse_config
+from flashgen.integrations.transformers.coverage import reads_none_as_sdpa, refuse_config
 from flashgen.integrations.transformers.mask import CompactMask, Visible
 from flashgen.integrations.transformers.patterns import MaskFunction, Pattern, read
 from flashgen.integrations.transformers.steps import step_mask
@@ -36,9 +36,9 @@ def attention_mask(
 ) -> Tensor | None:
     """A mask as transformers asks for it: None, a `CompactMask`, or a tensor (batch, 1, seqlen_q, seqlen_k) of bools.
 
-    None is what it is for SDPA: causal from the top left where the module is causal and has several queries, else no
-    mask. A step over a static cache without gradients has a `StepMask`. A pattern that is not known, and every mask
-    that is made inside of a graph of torch.compile, is a tensor.
+    None hides nothing. Inside of a graph of torch.compile it may stand for a causal mask as well, where a model of this
+    config reads it so. A step over a static cache without gradients has a `StepMask`. A pattern that is not known, and
+    every mask that is made inside of such a graph, is a tensor.
 
     Args:
         batch_size: of the mask.
@@ -49,7 +49,7 @@ def attention_mask(
         mask_function: says of (batch, head, query, key) whether a key is visible.
         attention_mask: keys that are no padding, bool (batch, positions); None is all.
         local_size: unused; the window is in `mask_function`.
-        allow_is_causal_skip: whether None may stand for a causal mask.
+        allow_is_causal_skip: whether None may stand for a causal mask, and for no mask of one query.
         allow_is_bidirectional_skip: whether None may stand for no mask.
         use_vmap: whether `mask_function` is the caller's own.
         device: of the mask.
@@ -80,7 +80,8 @@ def attention_mask(
         is_whole = mask_function is masking_utils.bidirectional_mask_function or (
             is_causal and type(q_offset) is int and q_offset == kv_offset and q_length == kv_length
         )
-        return None if may_skip and is_whole and attention_mask is None else _tensor(whole)
+        may_skip = may_skip and is_whole and attention_mask is None
+        return None if may_skip and reads_none_as_sdpa(config) else _tensor(whole)
     pattern = None if use_vmap else read(mask_function)
     if pattern is None:
         return _tensor(whole)
@@ -95,8 +96,6 @@ def attention_mask(
     if visible.keys is None and visible.sequences is None:
         may_skip = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)
         if visible.window == (None, None) and may_skip:
-            return None
-        if visible.window == (None, 0) and type(offset) is int and offset == 0 and allow_is_causal_skip:
             return None
     compact: Tensor = CompactMask((batch_size, 1, q_length, kv_length), torch.device(device), visible, whole)
     return compact

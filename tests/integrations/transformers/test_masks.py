@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import LlamaConfig, masking_utils
+from transformers import Gemma4TextConfig, LlamaConfig, NllbMoeConfig, masking_utils
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.integrations.transformers.lengths import cached_keys, packed_lengths
@@ -85,12 +87,10 @@ def test_a_compact_mask_means_what_it_is_as_a_tensor(case: dict[str, object]) ->
 def test_masks_that_hide_what_is_not_there_are_none() -> None:
     ones = torch.ones(2, 7, dtype=torch.bool)
     window = masking_utils.sliding_window_causal_mask_function
-    assert attention_mask(2, 7, 7, attention_mask=ones) is None
     assert attention_mask(2, 1, 7, 6, attention_mask=ones) is None
-    assert attention_mask(2, 7, 7, mask_function=window(7)) is None
-    assert attention_mask(2, 7, 9, attention_mask=ones) is None  # a static cache with room for more
     assert attention_mask(2, 3, 7, mask_function=BOTH_WAYS, allow_is_bidirectional_skip=True) is None
     assert attention_mask(2, 7, 7, mask_function=window(6)) is not None
+    assert attention_mask(2, 7, 7) is not None  # eager attention hides nothing where it is None
     assert attention_mask(2, 7, 7, allow_is_causal_skip=False) is not None
     assert attention_mask(2, 3, 7, mask_function=BOTH_WAYS, allow_is_causal_skip=False) is not None
 
@@ -176,3 +176,25 @@ def test_masks_are_those_that_models_get() -> None:
     found = masking_utils.create_causal_mask(config, torch.zeros(2, 7, 4), padding(2, 7, 3), None)
     whole = attention_mask(2, 7, 7, attention_mask=padding(2, 7, 3)).materialized()  # type: ignore[union-attr]
     assert torch.equal(found == 0, whole)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile uses what torch deprecates
+@pytest.mark.parametrize(
+    ("kind", "may_be_none"),
+    [
+        (LlamaConfig, True),
+        (NllbMoeConfig, False),  # has no SDPA, so its modules need not say that they are causal
+        (Gemma4TextConfig, False),  # asks for the name "sdpa" before it leaves queries out
+    ],
+)
+def test_a_graph_has_none_for_a_causal_mask_where_models_read_it_so(kind: Any, may_be_none: bool) -> None:
+    config = kind()
+
+    def masked(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return x + 1, attention_mask(2, 7, 7, config=config)
+
+    torch._dynamo.reset()
+    _, mask = torch.compile(masked, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert (mask is None) == may_be_none
+    if mask is not None:
+        assert torch.equal(mask, masking_utils.sdpa_mask(2, 7, 7, allow_is_causal_skip=False))

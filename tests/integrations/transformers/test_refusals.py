@@ -50,6 +50,9 @@ def test_models_without_attention_are_refused() -> None:
 
 CALLS = {
     "weights": ({"output_attentions": True}, "output_attentions needs"),
+    "keys that an indexer chose": ({"indices": torch.zeros(1, 4, 2, dtype=torch.int64)}, "sees as indices"),
+    "blocks that an indexer chose": ({"block_indices": torch.zeros(1, 4, 2)}, "sees as block_indices"),
+    "a sink of each query": ({"sinks": torch.zeros(1, 2, 4, 1)}, "a sink of each query as sinks"),
     "a mask of integers": ({"attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.int64)}, "attention_mask of a layer"),
 }
 
