@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 import flashgen
+from flashgen.core.errors import WorkloadError
 from flashgen.flash_attn.installation import NAMES_3, put, take_back
 from flashgen.integrations.flash_attention import OutAndLse, dense, heads_behind, packed, refuse, unpacked
 from flashgen.integrations.flash_attention_3_cache import flash_attn_with_kvcache, get_scheduler_metadata
@@ -297,6 +298,13 @@ def flash_attn_combine(
     """
     check_tensor("out_partial", out_partial)
     check_tensor("lse_partial", lse_partial)
+    if lse_partial.dim() < 2:
+        raise WorkloadError(f"lse_partial is (states, batch, seqlen, nheads), got {tuple(lse_partial.shape)}")
+    if out is not None:
+        check_tensor("out", out)
+        if out.shape != out_partial.shape[1:] or out_dtype not in (None, out.dtype):
+            asked = f"{tuple(out_partial.shape[1:])} of {out_dtype or 'any dtype'}"
+            raise WorkloadError(f"out is {asked}, got {tuple(out.shape)} of {out.dtype}")
     dtype = out.dtype if out is not None and out_dtype is None else out_dtype
     merged, lse = flashgen.merge_states(out_partial, lse_partial.transpose(-1, -2), layout="bshd", dtype=dtype)
     return (merged if out is None else out.copy_(merged)), lse.transpose(-1, -2)

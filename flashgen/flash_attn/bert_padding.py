@@ -14,7 +14,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Rows at their places among `first_axis_dim` rows, 0 elsewhere, with a gradient."""
-    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from flashgen.core.checks import flag, whole_number
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
-from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, packed_keys, pages_behind
-from flashgen.integrations.flash_attention import OutAndLse, both, length_of, with_rows, without_backward
+from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, check_numbers, packed_keys, pages_behind
+from flashgen.integrations.flash_attention import OutAndLse, both, in_order, length_of, with_rows, without_backward
 from flashgen.integrations.packed_tokens import (
     append_packed,
     as_lengths,
@@ -23,8 +23,13 @@ from flashgen.integrations.packed_tokens import (
     rotated_queries,
 )
 from flashgen.runtime.argument_types import check_tensor
+from flashgen.runtime.arguments import check_scale
+from flashgen.runtime.decode.call import checked_scores
 
 Tensor = torch.Tensor
+
+NUMBERS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "cu_seqlens_q", "cu_seqlens_k_new")
+"""Arguments of a call that may be columns of a larger tensor."""
 
 NO_BACKWARD = "flash_attn_with_kvcache has no backward pass: call it under torch.no_grad()"
 
@@ -65,7 +70,17 @@ class CachedCall:
             UnsupportedError: a kernel does not do this, or, later, a gradient of the output is asked for.
         """
         tensors = (self.q, self.k_cache, self.v_cache, self.k, self.v)
-        return without_backward(lambda: self._with_rows_of_the_table()._run(return_lse), tensors, NO_BACKWARD)
+        call = self._with_numbers_in_order()._with_rows_of_the_table()
+        return without_backward(lambda: call._run(return_lse), tensors, NO_BACKWARD)
+
+    def _with_numbers_in_order(self) -> CachedCall:
+        """The same with copies of numbers that lie apart, as FlashAttention makes them."""
+        found = {name: in_order(getattr(self, name)) for name in NUMBERS}
+        rotary = {name: in_order(value) for name, value in self.rotary.items()}
+        is_same = all(found[name] is getattr(self, name) for name in NUMBERS)
+        if is_same and all(rotary[name] is value for name, value in self.rotary.items()):
+            return self
+        return replace(self, **found, rotary=rotary)
 
     def _with_rows_of_the_table(self) -> CachedCall:
         """The same with a row of the block table for each sequence, where `cache_batch_idx` says which."""
@@ -73,11 +88,15 @@ class CachedCall:
         if table is None or rows is None:
             return self
         check_tensor("block_table", table)
-        check_tensor("cache_batch_idx", rows)
+        check_numbers("cache_batch_idx", rows, (self._batch(),), table.device)
         return replace(self, block_table=table.index_select(0, rows), cache_batch_idx=None)
 
     def _run(self, return_lse: bool) -> OutAndLse:
         flag("causal", self.scores["causal"])
+        if self.cache_seqlens is not None and not isinstance(self.cache_seqlens, Tensor):
+            whole_number("cache_seqlens, where it is no tensor,", self.cache_seqlens, 0)
+        if self.block_table is not None:
+            check_tensor("block_table", self.block_table)
         for name in ("q", "k_cache", "v_cache"):
             check_tensor(name, getattr(self, name))
         q, batch = with_rows(self.q)[0], self._batch()
@@ -89,11 +108,23 @@ class CachedCall:
             new = self._count_new(self.k, self.v, batch)
             self._check_room(new)
             k, v = with_rows(self.k, self.v)
+            self._check_scores(batch)
             q = self._appended(q, k, v, batch)
         caches = self.k_cache, self.v_cache
         if self.block_table is None and self.cache_batch_idx is None:
             caches = self.k_cache[:batch], self.v_cache[:batch]
         return self._attended(q, caches, self._lengths(batch, new), return_lse)
+
+    def _check_scores(self, batch: int) -> None:
+        """Refuse scores before new keys are written, as one launch that does both does."""
+        checked_scores(self.window, self.scores["softcap"])
+        check_scale(self.scores["softmax_scale"])
+        slopes, heads = self.scores["alibi_slopes"], self.q.shape[-2] if self.q.dim() > 1 else 0
+        if slopes is None:
+            return
+        check_tensor("alibi_slopes", slopes)
+        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            raise WorkloadError(f"alibi_slopes is ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
 
     def _batch(self) -> int:
         """How many sequences there are."""
@@ -132,9 +163,6 @@ class CachedCall:
         table, known = self.block_table, self.cache_seqlens
         if table is None or known is None:
             return
-        check_tensor("block_table", table)
-        if not isinstance(known, Tensor):
-            whole_number("cache_seqlens, where it is no tensor,", known, 0)
         if table.dim() != 2 or self.k_cache.dim() != 4:
             return
         if isinstance(known, Tensor) or isinstance(new, Tensor):
@@ -160,10 +188,10 @@ class CachedCall:
     def _appended(self, q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
         """The queries, rotated if asked for, once the new keys and values are in the cache."""
         is_rotated, is_packed = self.rotary.get("rotary_cos") is not None, self.cu_seqlens_k_new is not None
-        in_order, is_alone = self.scores["causal"] or self.window != (None, None), False
+        is_placed, is_alone = self.scores["causal"] or self.window != (None, None), False
         if is_rotated and batch and (is_packed or self.cu_seqlens_q is not None):
             caches, ends, is_alone = (self.k_cache, self.v_cache), self.cu_seqlens_q, True
-            q = rotated_queries(q, caches, self._first(batch), ends=ends, in_order=in_order, rotary=self.rotary)
+            q = rotated_queries(q, caches, self._first(batch), ends=ends, in_order=is_placed, rotary=self.rotary)
         if is_packed:
             self._append_packed(k, v, batch)
             return q
@@ -171,7 +199,7 @@ class CachedCall:
         if not is_rotated:
             given.pop("rotary_seqlens", None)  # which version 3 takes beside no angles
         elif not is_alone:
-            given |= {"q": q, "q_causal": in_order}
+            given |= {"q": q, "q_causal": is_placed}
         rotated = flashgen.append_kv(
             k,
             v,
@@ -205,7 +233,11 @@ class CachedCall:
     @property
     def _pages(self) -> int:
         """Pages of a sequence; a row of a cache without pages is one."""
-        return 1 if self.block_table is None else self.block_table.shape[1]
+        if self.block_table is None:
+            return 1
+        if self.block_table.dim() != 2:
+            raise WorkloadError(f"block_table is (batch, pages), got {tuple(self.block_table.shape)}")
+        return self.block_table.shape[1]
 
     def _first(self, batch: int) -> Tensor:
         """Positions of the first new keys, int32 (batch,)."""
@@ -238,7 +270,7 @@ class CachedCall:
             lengths = (lengths - self.cache_leftpad).clamp_(min=0)
             behind = replace(self, block_table=found[2], cache_leftpad=None)
             return behind._attended(q, found[:2], lengths, return_lse)
-        if self.cu_seqlens_q is None and q.dim() == 4 and q.shape[1] <= MAX_SEQLEN_Q:
+        if self.cu_seqlens_q is None and q.dim() == 4 and 0 < q.shape[1] <= MAX_SEQLEN_Q:
             return self._decoded(q, caches, lengths, return_lse)
         keys = packed_keys(
             *caches, lengths, block_table=self.block_table, leftpad=self.cache_leftpad, batch_idx=self.cache_batch_idx

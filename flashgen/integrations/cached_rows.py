@@ -53,6 +53,10 @@ def packed_keys(
     lengths = lengths.contiguous()
     if block_table is not None:
         return PackedKeys(k=k_cache, v=v_cache, named={"block_table": block_table, "seqused_k": lengths})
+    if k_cache.dim() == 4 and not k_cache.shape[0] * k_cache.shape[1]:
+        ends = lengths.new_zeros(len(lengths) + 1)
+        none = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        return PackedKeys(k=none[0], v=none[1], named={"cu_seqlens_k": ends, "max_seqlen_k": 0})
     jump = _slots_between_rows(k_cache)
     if jump is None or jump != _slots_between_rows(v_cache):
         return None

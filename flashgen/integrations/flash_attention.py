@@ -211,13 +211,14 @@ def packed(
     """`flashgen.attention_varlen`; `scores` as for `dense`, and how many rows are used."""
     q, k, v = with_rows(q, k, v)
     check_tensor("cu_seqlens_k", cu_seqlens_k)  # without it, flashgen takes the other one
+    scores = {name: in_order(value) for name, value in scores.items()}
     return both(
         flashgen.attention_varlen(
             q,
             k,
             v,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            in_order(cu_seqlens_q),
+            in_order(cu_seqlens_k),
             max_seqlen_q=length_of(max_seqlen_q),
             max_seqlen_k=length_of(max_seqlen_k),
             window=window_of(window_size),
@@ -225,6 +226,16 @@ def packed(
             **scores,
         )
     )
+
+
+def in_order(value: Any) -> Any:
+    """A tensor's copy where its last dimension does not lie side by side, as FlashAttention makes it of numbers.
+
+    Rows may be apart, as those of a part of a table are; what is no tensor comes back.
+    """
+    if isinstance(value, Tensor) and value.dim() and value.stride(-1) != 1 and value.shape[-1] > 1:
+        return value.contiguous()
+    return value
 
 
 def without_backward(call: Callable[[], OutAndLse], tensors: Sequence[object], why: str) -> OutAndLse:
