@@ -11,7 +11,7 @@
 | FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`); binaries are read |
 | FLASHGEN_QUIET | `1`: no one-line notice on the first call without a record |
 | FLASHGEN_RECORD | the file that the workloads which processes call are counted in (`flashgen.record`) |
-| FLASHGEN_CHECKS | `1`: decode calls wait for the GPU and check lengths and page ids, outside of CUDA graphs |
+| FLASHGEN_CHECKS | `1`: calls over caches and packed ones wait for the GPU and check lengths and page ids |
 """
 
 from __future__ import annotations

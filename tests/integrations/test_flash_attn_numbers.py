@@ -1,4 +1,4 @@
-"""Numbers of FlashAttention's calls: columns of larger tensors, none at all, and refusals before anything is written."""
+"""Numbers of FlashAttention's calls: columns of larger tensors, none at all, and what is refused before a write."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Configs of the portable decode family that serve where nothing was tuned: by what is compiled in, then by sizes.
 
 The rule reads what a host knows of a batch: sequences, heads, and the lengths that there may be. Where the bits of a
-sequence may not depend on its batch, it reads the query rows alone (`invariant`).
+sequence may not depend on its batch, it reads the query rows alone.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _OWN = re.compile(r"softmax|scaled_dot_product_attention|\bbaddbmm|MultiheadAttention\(")
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 _MASKS = re.compile(r"\bcreate_(?:\w+_)?masks?(?:_\w+)?\(")
+_BY_NAME = re.compile(r"\b(\w*ATTENTION_CLASSES)\[")
 _AS_SDPA = re.compile(r"_supports_sdpa = True")
 _FOR_SDPA_ALONE = re.compile(r"_attn_implementation\b.*[\"']sdpa[\"']")
 
@@ -89,10 +90,14 @@ def _reading(kind: Any) -> tuple[str | None, bool]:
 def _read(kind: Any) -> tuple[str | None, bool]:
     """Why the model of a kind of config is refused, if it is, and whether it means by None what SDPA does."""
     source = _modeling(kind)
-    own, as_sdpa = _ATTENTION_CLASS.search(source), _AS_SDPA.search(source) and not _FOR_SDPA_ALONE.search(source)
-    if INTERFACE in source or own is None or _MASKS.search(source) is None:
-        return None, bool(as_sdpa)
-    return f"{own.group().split()[1].partition('(')[0]} computes it on its own", bool(as_sdpa)
+    own, by_name = _ATTENTION_CLASS.search(source), _BY_NAME.search(source)
+    as_sdpa = _AS_SDPA.search(source) is not None and _FOR_SDPA_ALONE.search(source) is None
+    reason = None
+    if INTERFACE not in source and own is not None and _MASKS.search(source) is not None:
+        reason = f"{own.group().split()[1].partition('(')[0]} computes it on its own"
+    elif by_name is not None:
+        reason = f"it chooses from its own {by_name.group(1)}"
+    return reason, as_sdpa
 
 
 def _modeling(kind: Any) -> str:

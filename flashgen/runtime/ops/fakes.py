@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from flashgen.core.errors import WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
 from flashgen.core.features.pages import is_paged
 from flashgen.core.features.sequences import is_packed
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops import mods as user_mods
+from flashgen.runtime.ops.backward_calls import check_outputs
 from flashgen.runtime.ops.calls import check_inputs, check_lse, check_offset, in_bhsd, sizes_of
 from flashgen.runtime.ops.gradients import empty_gradient
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
@@ -71,13 +71,7 @@ def backward_fake(
     """The fake of the op of backward passes, which returns an empty tensor for what is not asked for."""
     features, _, *needs = DIFFERENTIATED.restored(*flat, **named)
     check(q, k, v, bshd=bshd, offset=q_offset_tensor, features=features)
-    shape = (*q.shape[:3], v.shape[3])
-    for name, tensor in (("dout", dout), ("out", out)):
-        if tuple(tensor.shape) != shape or tensor.dtype != q.dtype or tensor.device != q.device:
-            raise WorkloadError(
-                f"out and dout are {shape} in the dtype of q on its device, got {name} {tuple(tensor.shape)} in "
-                f"{tensor.dtype} on {tensor.device}"
-            )
+    check_outputs(out, dout, q, v)
     check_lse("lse", lse, q, bshd=bshd)
     if dlse is not None:
         check_lse("dlse", dlse, q, bshd=bshd)

@@ -43,6 +43,12 @@ def test_models_with_attention_of_their_own_are_refused_by_name(name: str, fgen:
         model(torch.ones(1, 4, dtype=torch.long))
 
 
+def test_models_that_choose_a_class_by_the_name_are_refused_by_name(fgen: str) -> None:
+    config = transformers.SamVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(UnsupportedError, match=r"sam_vision_model.* from its own SAM_VISION_ATT"):
+        transformers.SamVisionModel._from_config(config, attn_implementation=fgen)
+
+
 def test_models_without_attention_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="Linear does not: it has no attention"):
         door.check(torch.nn.Linear(2, 2))
