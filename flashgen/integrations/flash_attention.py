@@ -233,9 +233,9 @@ def in_order(value: Any) -> Any:
 
     Rows may be apart, as those of a part of a table are; what is no tensor comes back.
     """
-    if isinstance(value, Tensor) and value.dim() and value.stride(-1) != 1 and value.shape[-1] > 1:
-        return value.contiguous()
-    return value
+    if not isinstance(value, Tensor) or value.layout != torch.strided or not value.dim():
+        return value
+    return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
 def without_backward(call: Callable[[], OutAndLse], tensors: Sequence[object], why: str) -> OutAndLse:
