@@ -233,8 +233,8 @@ def in_order(value: Any) -> Any:
 
     Rows may be apart, as those of a part of a table are; what is no tensor comes back.
     """
-    if not isinstance(value, Tensor) or value.layout != torch.strided or not value.dim():
-        return value
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or not value.dim():
+        return value  # what has no strides is refused by name where it is read
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
