@@ -106,8 +106,6 @@ def invalid(config: Config, spec: Specialization, device: Device) -> str | None:
 def applicable(spec: Specialization, device: Device, only: Sequence[str] = ()) -> tuple[KernelFamily, ...]:
     """The families that serve `spec` on `device`, preferred first; of those that `only` names, where it names any.
 
-    What no GPU has confirmed comes last.
-
     Raises:
         ConfigError: `only` names a family that there is not.
         UnsupportedError: there is none; the message lists every family with its reason.
@@ -118,18 +116,7 @@ def applicable(spec: Specialization, device: Device, only: Sequence[str] = ()) -
         why = {name: reason for name, reason in reasons(spec, device).items() if name in among}
         listed = "; ".join(f"{name}: {reason}" for name, reason in why.items())
         raise UnsupportedError(f"no kernel family serves {spec.key} on {device.name} ({device.arch}): {listed}")
-    return tuple(sorted(rows, key=lambda row: row.unconfirmed(spec) is not None))
-
-
-def confirmed(spec: Specialization, device: Device) -> tuple[str, ...]:
-    """The families that may serve `spec` on `device` without having been measured for it."""
-    rows = (row for row in _rows(spec) if unsupported(row, spec, device) is None)
-    return tuple(row.id for row in rows if row.unconfirmed(spec) is None)
-
-
-def unconfirmed(config: Config, spec: Specialization) -> str | None:
-    """The reason why a config serves only where it was measured, or None."""
-    return family(config.family).unconfirmed(spec)
+    return rows
 
 
 def fitted(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:

@@ -210,10 +210,6 @@ def _nowhere(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
     return None
 
 
-def _confirmed(spec: Specialization) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFamily:
     """One way to compute attention: a template, the workloads it applies to, its knobs and how it is launched.
@@ -223,8 +219,6 @@ class KernelFamily:
     Attributes:
         features: the names of the features that its kernels compute (`core.features.table`). Whoever asks for another
             one is refused, so a new feature is refused by every family until that family names it.
-        unconfirmed: the reason why its kernels for a specialization serve nobody who has not measured them or named
-            the family, or None: of what no GPU has run yet.
         unsupported: the reason why the family does not apply to a specialization on a device, or None: of
             architectures, dtypes, head dimensions, and of features in some combinations.
         invalid: the reason why a config of declared values cannot work there, or None.
@@ -286,7 +280,6 @@ class KernelFamily:
     tolerated_spills: int = TOLERATED_SPILLS
     default_spills: int = 0
     cost_model: CostModel | None = None
-    unconfirmed: Callable[[Specialization], str | None] = _confirmed
 
     def __post_init__(self) -> None:
         if unknown := self.features - table.names():

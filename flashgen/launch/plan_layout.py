@@ -41,9 +41,6 @@ from flashgen.launch.vocabulary import COUNTER, KEY_SPLITS, OFFSET_TENSOR
 ELEMENT_BYTES = {**DTYPE_BYTES, "u8": 1}
 """Bytes of one element of what a tensor descriptor may be of: of a mask a byte."""
 
-SCRATCH, FIRST_TENSOR = 0, 1
-"""The first words: the address of the scratch memory, then those of the tensors."""
-
 SCALES = ("softmax_scale", "softmax_scale_log2")
 """In words side by side, whatever the kernels have."""
 

@@ -31,7 +31,7 @@ def in_pages(workload: Workload, form: PackedForm, inputs: Inputs, seed: int) ->
         seed: of the order of pages.
     """
     page = workload.page_size or 1
-    visible = [_Visible.of(workload, *each) for each in form.sequences()]
+    visible = [_Visible.of(workload, rows, keys) for _, rows, keys in form.sequences()]
     used = sum(len(each.pages(page)) for each in visible)
     count = inputs.copies * used + SPARE_PAGES
     # what stale entries come to, the first page and the last one, is poison as well
@@ -59,7 +59,7 @@ class _Visible:
     end: int
 
     @classmethod
-    def of(cls, workload: Workload, number: int, rows: slice, keys: slice) -> _Visible:
+    def of(cls, workload: Workload, rows: slice, keys: slice) -> _Visible:
         queries, length = rows.stop - rows.start, keys.stop - keys.start
         left = workload.window_left
         before = 0 if left is None else max(length - queries - left, 0)

@@ -14,7 +14,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from flashgen.codegen.families import applicable, confirmed, family
+from flashgen.codegen.families import applicable, family
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.render import source_digest
 from flashgen.core.compiled import Compiled
@@ -49,8 +49,7 @@ class PredictedSearch:
         self._workload = workload
         self._started = context.clock()
         self._spec = specialization(workload)
-        # a prediction may choose between kernels that are known to be right
-        families = context.options.families or confirmed(self._spec, context.device)
+        families = context.options.families or tuple(row.id for row in applicable(self._spec, context.device))
         self._candidates = Candidates.of(workload, context.device, families)
         self._every = [config for space in self._candidates.spaces for config in space.configs]
         self._predicted: dict[Config, float] = {}

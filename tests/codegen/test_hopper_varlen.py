@@ -20,7 +20,6 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.geometry import CLIPPED_ROWS, clipped
 from scripts.machine_loops import disassembled, local_accesses
 from tests.codegen.gluon_stub import Numbers, functions
-from tests.families import use_families
 from tests.tiers import EXHAUSTIVE, only
 
 H200 = find_device("h200")
@@ -116,7 +115,6 @@ def test_the_family_serves_packed_sequences_first() -> None:
     for key in ("fwd-bf16-d128-causal-varlen", "fwd-fp16-d64-varlen"):
         spec = Specialization.parse(key)
         assert [row.id for row in families.applicable(spec, H200)] == ["hopper_forward", "portable_forward"]
-        assert families.confirmed(spec, H200) == ("hopper_forward", "portable_forward")
         assert families.default_config(spec, H200).family == "hopper_forward"
     for page, family, block_n in (
         (8, "hopper_forward", 128),
@@ -132,21 +130,6 @@ def test_the_family_serves_packed_sequences_first() -> None:
         assert family == "portable_forward" or config["block_n"] == block_n
         for each in HOPPER_FORWARD.seed_configs(paged, H200) if family == "hopper_forward" else ():
             assert HOPPER_FORWARD.invalid(paged, each, H200) is None
-
-
-def test_what_no_gpu_has_confirmed_serves_nobody_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = Specialization.parse("bwd-bf16-d128-varlen")
-    usual = [row.id.split("_")[0] for row in families.applicable(spec, H200)]
-    assert usual == ["hopper", "hopper", "portable", "portable"]
-    new = [
-        replace(row, unconfirmed=lambda spec: "not yet") if row.id.startswith("hopper_backward") else row
-        for row in families.FAMILIES
-    ]
-    use_families(monkeypatch, new)
-    served = families.applicable(spec, H200)
-    assert [row.id.split("_")[0] for row in served] == ["portable", "portable", "hopper", "hopper"]
-    assert families.default_config(spec, H200, ["hopper_backward_fused"]).family == "hopper_backward_fused"
-    assert all(name.startswith("portable") for name in families.confirmed(spec, H200))
 
 
 def test_what_packed_sequences_leave_of_the_family() -> None:

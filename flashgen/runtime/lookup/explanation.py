@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.codegen.families import balanced, family, reasons
+from flashgen.codegen.families import balanced, reasons
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
@@ -155,12 +155,8 @@ class Explanation:
         lines += [f"queries    {self.few_queries}"] if self.few_queries else []
         lines += [f"mixed      {self.mixed}"] if self.mixed else []
         lines += [f"skipped    {line}" for line in self.served.skipped]
-        lines += [f"family     {name}: {reason or self._how_it_applies(name)}" for name, reason in self.families]
+        lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
         return "\n".join(map(printable, lines))
-
-    def _how_it_applies(self, name: str) -> str:
-        caveat = family(name).unconfirmed(self.specialization)
-        return f"applies where it was measured: {caveat}" if caveat else "applies"
 
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"

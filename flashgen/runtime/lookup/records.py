@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.families import default_config, for_functions, invalid, over_pages, share_template, unconfirmed
+from flashgen.codegen.families import default_config, for_functions, invalid, over_pages, share_template
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
@@ -115,9 +115,6 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
     reason = invalid(config, spec, device)
     if reason is None and spec.mods is not None and not share_template(config.family, family):
         reason = f"it was the fastest without functions of the caller, which {family} computes, too"
-    is_measured = record.provenance == "measured" and record.workload.varlen == spec.varlen
-    if reason is None and not is_measured:
-        reason = unconfirmed(config, spec)
     return Candidate(
         record=record,
         layer=layer,

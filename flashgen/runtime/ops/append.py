@@ -118,7 +118,7 @@ def _prepared(given: AppendArguments, *, aligned: bool) -> Run:
     programs = -(-rows // kernel.rows) - (-q_rows // kernel.rows)
     if not programs:
         return lambda given: None if given.q is None else torch.empty_like(given.q)
-    return _run(with_numbers(programs, _numbers(given, spec, rows, q_rows)), given, spec)
+    return _run(with_numbers(programs, _numbers(given, rows, q_rows)), given, spec)
 
 
 def _run(launch: HelperRun, first: AppendArguments, spec: AppendSpec) -> Run:
@@ -207,7 +207,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(used_strides(tensor)[:-1])
 
 
-def _numbers(given: AppendArguments, spec: AppendSpec, rows: int, q_rows: int) -> list[int]:
+def _numbers(given: AppendArguments, rows: int, q_rows: int) -> list[int]:
     """What follows the numbers of the call among the parameters of the kernel."""
     k, v, q, cos, sin = given.k, given.v, given.q, given.rotary_cos, given.rotary_sin
     found = [rows, given.seqlen_new, k.shape[-2], given.page_size, given.num_pages, given.k_cache.shape[0]]
