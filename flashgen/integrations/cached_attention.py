@@ -11,6 +11,7 @@ import flashgen
 from flashgen.core.checks import flag, whole_number
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.features.scores import check_slopes
 from flashgen.core.features.values import Window
 from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, check_numbers, packed_keys, pages_behind
 from flashgen.integrations.flash_attention import OutAndLse, both, in_order, length_of, with_rows, without_backward
@@ -75,12 +76,9 @@ class CachedCall:
 
     def _with_numbers_in_order(self) -> CachedCall:
         """The same with copies of numbers that lie apart, as FlashAttention makes them."""
-        found = {name: in_order(getattr(self, name)) for name in NUMBERS}
-        rotary = {name: in_order(value) for name, value in self.rotary.items()}
-        is_same = all(found[name] is getattr(self, name) for name in NUMBERS)
-        if is_same and all(rotary[name] is value for name, value in self.rotary.items()):
-            return self
-        return replace(self, **found, rotary=rotary)
+        numbers = _copies({name: getattr(self, name) for name in NUMBERS})
+        rotary = _copies(self.rotary)
+        return replace(self, **numbers, rotary=self.rotary | rotary) if numbers or rotary else self
 
     def _with_rows_of_the_table(self) -> CachedCall:
         """The same with a row of the block table for each sequence, where `cache_batch_idx` says which."""
@@ -119,12 +117,10 @@ class CachedCall:
         """Refuse scores before new keys are written, as one launch that does both does."""
         checked_scores(self.window, self.scores["softcap"])
         check_scale(self.scores["softmax_scale"])
-        slopes, heads = self.scores["alibi_slopes"], self.q.shape[-2] if self.q.dim() > 1 else 0
-        if slopes is None:
-            return
-        check_tensor("alibi_slopes", slopes)
-        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-            raise WorkloadError(f"alibi_slopes is ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
+        slopes = self.scores["alibi_slopes"]
+        if slopes is not None and self.q.dim() > 1:
+            check_tensor("alibi_slopes", slopes)
+            check_slopes(slopes, self.q, batch, self.q.shape[-2])
 
     def _batch(self) -> int:
         """How many sequences there are."""
@@ -335,6 +331,12 @@ class CachedCall:
                 **self.scores,
             )
         )
+
+
+def _copies(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of these tensors that had to be copied to lie in order, by name."""
+    found = {name: in_order(value) for name, value in given.items()}
+    return {name: value for name, value in found.items() if value is not given[name]}
 
 
 def _number_at(place: Tensor | None, of: int | Tensor) -> int:

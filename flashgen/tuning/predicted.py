@@ -49,8 +49,7 @@ class PredictedSearch:
         self._workload = workload
         self._started = context.clock()
         self._spec = specialization(workload)
-        families = context.options.families or tuple(row.id for row in applicable(self._spec, context.device))
-        self._candidates = Candidates.of(workload, context.device, families)
+        self._candidates = Candidates.of(workload, context.device, context.options.families)
         self._every = [config for space in self._candidates.spaces for config in space.configs]
         self._predicted: dict[Config, float] = {}
         self._unranked: Config | None = None

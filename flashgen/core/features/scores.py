@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.core.checks import real_number
 from flashgen.core.errors import LaunchError, WorkloadError
@@ -23,6 +23,9 @@ from flashgen.core.features.declaration import (
 )
 from flashgen.core.features.dtypes import FLOATS, dtype_name
 from flashgen.core.features.values import Features
+
+if TYPE_CHECKING:
+    import torch
 
 SOFTCAP_END, LARGEST_RATE = 2.0**126, 2.0**127
 """What a softcap is below, and the most that scores are multiplied with before tanh, which is 1 there: in float32,
@@ -48,15 +51,22 @@ def _softcap_factors(features: Features, scale: float, sizes: Mapping[str, int],
 
 
 def _check_slopes(features: Features, facts: CallFacts) -> dict[str, Any]:
-    slopes, q, (batch, nheads, _, _) = features.alibi_slopes, facts.q, facts.sizes
-    if slopes is not None and (
-        dtype_name(slopes) != "float32" or slopes.device != q.device or slopes.shape not in ((nheads,), (batch, nheads))
-    ):
+    if features.alibi_slopes is not None:
+        check_slopes(features.alibi_slopes, facts.q, *facts.sizes[:2])
+    return {}
+
+
+def check_slopes(slopes: torch.Tensor, q: torch.Tensor, batch: int, nheads: int) -> None:
+    """Check ALiBi's slopes beside the queries of a call.
+
+    Raises:
+        WorkloadError: they are not float32 (nheads,) or (batch, nheads) on the device of q.
+    """
+    if dtype_name(slopes) != "float32" or slopes.device != q.device or slopes.shape not in ((nheads,), (batch, nheads)):
         raise WorkloadError(
             f"alibi_slopes are float32 (nheads,) or (batch, nheads) on the device of q, got {slopes.dtype} "
             f"{tuple(slopes.shape)} on {slopes.device} for batch {batch} and {nheads} heads on {q.device}"
         )
-    return {}
 
 
 def _check_sinks(features: Features, facts: CallFacts) -> dict[str, Any]:

@@ -30,6 +30,10 @@ CHOSEN = {
 """What layers of models give beside masks, and what would be another model's output without it."""
 
 
+FROM_THE_FIRST_KEY = Visible(window=(None, 0))
+"""What several queries of a causal module see without a mask."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Attention of a model's layers by `calls`: flashgen, or `flashgen.reference` for tensors of any device."""
@@ -171,11 +175,7 @@ class Attention:
         rows = query.shape[2]
         if not (causal and rows > 1):
             return self._dense(query, key, value, causal=False, bias=bias, **scores)
-        if key.shape[2] > rows:
-            key, value = key[:, :, :rows], value[:, :, :rows]
-            bias = bias if bias is None else bias[..., :rows]
-        where: dict[str, Any] = {} if key.shape[2] == rows else {"q_offset": 0}
-        return self._dense(query, key, value, causal=True, bias=bias, **where, **scores)
+        return self._compact(query, key, value, FROM_THE_FIRST_KEY, None, bias, scores)
 
     def _compact(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,15 +55,21 @@ GEMMA = {
 IDS = (torch.arange(22).view(2, 11) % 60) + 3
 
 
-def both(kind: Any, config: Any, **inputs: Any) -> list[torch.Tensor]:
-    """What a model computes with eager attention and with flashgen's."""
+def nothing() -> dict[str, Any]:
+    return {}
+
+
+def both(
+    kind: Any, config: Any, caches: Callable[[], dict[str, Any]] = nothing, **inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    """What a model computes with eager attention and with flashgen's, each with caches of its own."""
     found = []
     for attention in ("eager", "fgen"):
         torch.manual_seed(0)
         model = kind._from_config(config, attn_implementation=attention).eval()
         with torch.no_grad():
-            found.append(model(input_ids=IDS, **inputs)[0])
-    return found
+            found.append(model(input_ids=IDS, **inputs, **caches())[0])
+    return tuple(found)
 
 
 @pytest.mark.parametrize("name", ["BigBirdPegasusForCausalLM", "NllbMoeForConditionalGeneration"])
@@ -86,14 +93,12 @@ def test_encoders_whose_modules_do_not_say_that_they_are_not(kind: Any, config: 
 @pytest.mark.parametrize("kept", [1, 3])
 def test_layers_that_keep_the_last_queries_alone(static: bool, kept: int, fgen: str) -> None:
     config = transformers.Gemma4TextConfig(**GEMMA)
-    found = []
-    for attention in ("eager", "fgen"):
-        torch.manual_seed(0)
-        model = transformers.Gemma4ForCausalLM._from_config(config, attn_implementation=attention).eval()
-        caches = {"past_key_values": transformers.StaticCache(config=config, max_cache_len=32)} if static else {}
-        with torch.no_grad():
-            found.append(model(input_ids=IDS, logits_to_keep=kept, **caches).logits)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+    def caches() -> dict[str, Any]:
+        return {"past_key_values": transformers.StaticCache(config=config, max_cache_len=32)} if static else {}
+
+    eager, found = both(transformers.Gemma4ForCausalLM, config, caches, logits_to_keep=kept)
+    torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("keys", [5, 7, 9])
