@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,15 +27,24 @@ Job = tuple[Specialization, Config, Device]
 HelperJob = tuple["HelperKernel", Device]
 
 
-def export_kernels(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What a bundle is written of: compiled configs, the architectures that they are for, and the Triton."""
+
+    entries: tuple[Entry, ...]
+    targets: frozenset[str]
+    triton: str
+
+
+def compile_kernels(
     records: Iterable[TuningRecord], path: Path, processes: int | None, *, with_helpers: bool = False
-) -> None:
-    """Compile the kernels of these records, for the devices that they are for, into a bundle beside an export.
+) -> Kernels:
+    """Compile the kernels of these records, for the devices that they are for, for a bundle beside the export `path`.
 
     `with_helpers` also compiles what calls around attention launch for such heads.
 
     Raises:
-        DatabaseError: there are none, or the bundle cannot be written.
+        DatabaseError: there are none, or there is a file of others where the bundle shall lie.
     """
     from flashgen.codegen.build_key import triton_version
     from flashgen.launch import bundles
@@ -42,6 +52,7 @@ def export_kernels(
     version = triton_version()
     if version is None:
         raise DatabaseError("a bundle is compiled by Triton, which is not installed here")
+    bundles.check_target(path.with_suffix(SUFFIX))
     jobs = jobs_of(records)
     helpers = helper_jobs_of(jobs) if with_helpers else []
     entries: list[Entry] = []
@@ -56,8 +67,19 @@ def export_kernels(
         output.say(f"left out: {reason}")
     if not entries:
         raise DatabaseError(f"a bundle needs kernels; none of {len(jobs)} can be given away")
-    targets = {device.arch for _, _, device in jobs}
-    written = bundles.write(path.with_suffix(SUFFIX), entries, targets, version)
+    targets = frozenset(device.arch for _, _, device in jobs)
+    return Kernels(entries=tuple(entries), targets=targets, triton=version)
+
+
+def write_kernels(kernels: Kernels, path: Path) -> None:
+    """Write the bundle beside an export.
+
+    Raises:
+        DatabaseError: it cannot be written.
+    """
+    from flashgen.launch import bundles
+
+    written = bundles.write(path.with_suffix(SUFFIX), kernels.entries, kernels.targets, kernels.triton)
     output.say(f"{_words(written)} written to {path.with_suffix(SUFFIX)}")
 
 

@@ -73,7 +73,8 @@ def export(
         raise CommandLineError("--with-helpers and --jobs are about the bundle that --with-binaries compiles")
     path = Path(target)
     _refuse_own(path)
-    from flashgen.db.exchange import export_records
+    from flashgen.cli.bundles import compile_kernels, write_kernels
+    from flashgen.db.exchange import check_target, export_records
     from flashgen.db.layers import Layers
     from flashgen.db.past import exported
 
@@ -84,12 +85,12 @@ def export(
     records = [record for record, _ in chosen]
     if not records:
         raise DatabaseError(f"an export needs records; none of {len(found)} known ones match (--all, flashgen db list)")
+    check_target(path, replaced)  # before anything is compiled, and that before anything is written
+    kernels = compile_kernels(records, path, jobs, with_helpers=with_helpers) if with_binaries else None
     count = export_records(records, path, origins=origins, replaced=replaced)
     output.say(f"{count} records written to {path} and {path.with_suffix('.csv')}")
-    if with_binaries:
-        from flashgen.cli.bundles import export_kernels
-
-        export_kernels(records, path, jobs, with_helpers=with_helpers)
+    if kernels is not None:
+        write_kernels(kernels, path)
 
 
 def _refuse_own(path: Path) -> None:

@@ -29,6 +29,9 @@ MOST_LINKS = 40
 DRAFT_SUFFIX = ".tmp"
 """Of a file that is not finished; it gets its name when it is."""
 
+PUBLIC_PREFIX = ".flashgen-file-"
+"""Of the folder of an unfinished file beside its place (`write_public`)."""
+
 ROOT = 0
 
 
@@ -161,6 +164,32 @@ def write_stream(path: Path, chunks: Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+def write_public(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all, with the rights that files usually have, to give away.
+
+    Raises:
+        OSError: as `write_whole`; what was there before stays.
+    """
+    with scratch_beside(path, PUBLIC_PREFIX) as scratch:
+        draft = scratch / path.name
+        draft.write_bytes(content)
+        draft.replace(path)
+
+
+def is_replaceable(path: Path, head: bytes) -> bool:
+    """Whether writing to `path` costs no file of others: there is none, an empty one, or one that begins with `head`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not path.exists():
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(head)) in (b"", head)
 
 
 @contextlib.contextmanager

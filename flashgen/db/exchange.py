@@ -13,14 +13,16 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from flashgen.codegen.families import validate as validate_config
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import scratch_beside
+from flashgen.core.folders import is_replaceable, scratch_beside
 from flashgen.core.history import UNKNOWN, Origin, Replaced
 from flashgen.core.record import Measurement, TuningRecord, moment
 from flashgen.core.staleness import why_stale
 from flashgen.db import files
-from flashgen.db.past import Origins, origins_of
+from flashgen.db.past import Origins, Whole, all_replaced, origins_of
 from flashgen.db.reader import Reader
+from flashgen.db.reading import Validate
 from flashgen.db.store import Store
 from flashgen.db.writing import Incoming, Merged
 
@@ -38,6 +40,9 @@ JOURNALS = ("-wal", "-journal")
 
 CLOCK_TOLERANCE = timedelta(days=1)
 """How far the clocks of two machines may be apart."""
+
+WAL_AT, WAL = 18, 2
+"""The byte of an SQLite file that says how it is written, and what is there in a file that `Store.open` writes to."""
 
 CSV_COLUMNS = (
     *("workload", "device", "arch", "num_sms", "memory_gb", "provenance", "family", "knobs"),
@@ -68,7 +73,7 @@ def export_records(
 ) -> int:
     """Write `records` to one new SQLite file at `path` and to a CSV of the same name beside it.
 
-    They take the place of an export of before, and of no other file.
+    They take the place of an export of before, and of no other file; if one cannot, nothing is written.
 
     Args:
         records: what it holds.
@@ -82,8 +87,8 @@ def export_records(
     Raises:
         DatabaseError: the file cannot be written, or `check_target` refuses it.
     """
-    path = Path(path)
-    check_target(path)
+    path, past = Path(path), tuple(replaced)
+    check_target(path, past)
     ordered = sorted(records, key=lambda record: record.identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +96,7 @@ def export_records(
             draft, packed, table = (scratch / name for name in ("draft.sqlite3", "packed.sqlite3", "table.csv"))
             with Store.open(draft) as store:
                 store.put_records(ordered, Incoming(origins=origins or {}))
-                store.put_replaced(replaced)
+                store.put_replaced(past)
             files.pack(draft, packed)
             to_csv(ordered, table)
             packed.replace(path)
@@ -101,29 +106,62 @@ def export_records(
     return len(ordered)
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, replaced: Iterable[Replaced] = ()) -> None:
     """Refuse a place where an export would cost what somebody else keeps there, or would be spoiled by it.
 
+    Args:
+        path: the file.
+        replaced: the history that the export has.
+
     Raises:
-        DatabaseError: the name does not end in `.sqlite3`, the file is a database with trials or of others, which no
-            export is, SQLite would take the journal of another database for that of the export, or the
-            folder cannot be written.
+        DatabaseError: the name does not end in `.sqlite3`, the file is no export or has a history that this one has
+            not, the CSV beside it is that of others, SQLite would take the journal of another database for that of the
+            export, or the folder cannot be written.
     """
     exists = files.present(path)
-    if path.suffix != ".sqlite3" or (exists and path.is_dir()):
+    if path.suffix != ".sqlite3" or (exists and not path.is_file()):
         raise DatabaseError(f"an export is a file whose name ends in .sqlite3, got {path}")
-    if exists and path.stat().st_size:
-        with Store.open(path, read_only=True) as store:
-            counts = store.counts()
-        if counts["trials"] + counts["searches"] + counts["finalists"]:
-            raise DatabaseError(f"an export takes the place of an export alone; {path} has {counts['trials']} trials")
     for end in JOURNALS:  # of a database that somebody has open, or was killed with
         if files.present(path.with_name(path.name + end)):
             raise DatabaseError(f"an export needs a place where no other database is in use, got {path}{end}")
+    table = path.with_suffix(".csv")
+    try:
+        if exists and path.stat().st_size:
+            _check_export(path, replaced)
+        if not is_replaceable(table, CSV_HEAD):
+            raise DatabaseError(f"an export takes the place of the CSV of an export alone, which {table} is not")
+    except OSError as error:
+        raise DatabaseError(f"an export needs a place that can be read, got {path}: {error}") from error
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DatabaseError(f"an export needs a place that can be written, got {path}: {folder} cannot be")
 
+
+def _check_export(path: Path, replaced: Iterable[Replaced]) -> None:
+    """Refuse a file that is no export, or has a history that would be gone.
+
+    An export is a file without a WAL, in which nothing was tuned: whoever opens a database to write to it, changes it
+    to a WAL for good. Where a file system has none, the trials and the history tell.
+    """
+    with Store.open(path, read_only=True) as store:
+        counts = store.counts()
+        there = all_replaced(store.reader)
+    if counts["trials"] + counts["searches"] + counts["finalists"]:
+        raise DatabaseError(f"an export takes the place of an export alone; {path} has {counts['trials']} trials")
+    with path.open("rb") as file:
+        header = file.read(WAL_AT + 1)
+    if header[WAL_AT] == WAL:
+        raise DatabaseError(f"an export takes the place of an export alone; {path} is a database that was written to")
+    given = set(replaced)
+    lost = counts["history"] - sum(each in given for each in there)
+    if lost:
+        raise DatabaseError(
+            f"an export forgets no history (--history); {path} has {lost} replaced records that this lacks"
+        )
+
+
+CSV_HEAD = ",".join(CSV_COLUMNS[:8]).encode() + b","
+"""What the CSV of every export begins with; the columns behind these differ from release to release."""
 
 IsCurrent = Callable[[TuningRecord], bool]
 """Whether the kernel of a record is still what the templates give: else its time is that of another kernel."""
@@ -140,20 +178,30 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
         DatabaseError: the file is not one of ours or damaged, not signed where a policy asks for it, or a row of it
             breaks a rule; nothing was changed.
     """
-    with Store(Reader.open(Path(path), foreign=True, validate=store.validate)) as other:
-        other.check()
-        theirs = other.all_records()
-        made = origins_of(other.reader, strict=True)
-    for record in theirs:
-        if _is_of_the_future(record):
-            raise DatabaseError(f"a record is imported after it was made; {path} has one of {record.created}")
+    theirs = importable(path, store.validate)
 
     def wins(their: TuningRecord, our: TuningRecord, our_origin: Origin) -> bool:
         if is_current is not None and (current := is_current(their)) != is_current(our):
             return current
-        return better(their, our, made.get(their.identity, UNKNOWN), our_origin)
+        return better(their, our, theirs.origin(their.identity), our_origin)
 
-    return store.merge_records(theirs, wins, Incoming(reason="import", source=Path(path).name, origins=made))
+    incoming = Incoming(reason="import", source=Path(path).name, origins=theirs.origins)
+    return store.merge_records(theirs.records, wins, incoming)
+
+
+def importable(path: Path | str, validate: Validate = validate_config) -> Whole:
+    """The records of a file that may be imported, and who made them; nothing of its history.
+
+    Raises:
+        DatabaseError: as `import_records`.
+    """
+    with Store(Reader.open(Path(path), foreign=True, validate=validate)) as other:
+        other.check()
+        theirs = Whole(records=tuple(other.all_records()), origins=origins_of(other.reader, strict=True))
+    for record in theirs.records:
+        if _is_of_the_future(record):
+            raise DatabaseError(f"a record is imported after it was made; {path} has one of {record.created}")
+    return theirs
 
 
 def better(

@@ -23,7 +23,7 @@ from flashgen.core.checks import items, text, whole_number
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import DRAFT_SUFFIX, remove_abandoned, write_whole
+from flashgen.core.folders import DRAFT_SUFFIX, is_replaceable, remove_abandoned, write_public, write_whole
 from flashgen.core.quoting import shown
 from flashgen.core.settings import cache_folder, settings
 from flashgen.core.workload import Specialization
@@ -124,8 +124,9 @@ def write(path: Path, entries: Iterable[Entry], targets: Iterable[str], triton: 
     """Write a bundle; equal entries give equal bytes.
 
     Raises:
-        DatabaseError: it cannot be written, or no library for zstd is installed.
+        DatabaseError: it cannot be written, or `check_target` refuses the place.
     """
+    check_target(path)
     compress, _ = _zstd()
     index: list[dict[str, object]] = []
     packed: list[bytes] = []
@@ -139,11 +140,24 @@ def write(path: Path, entries: Iterable[Entry], targets: Iterable[str], triton: 
     digest_of_index = hashlib.sha256(written).digest()
     content = b"".join([MAGIC, digest_of_index, len(written).to_bytes(_LENGTH_BYTES, "little"), written, *packed])
     try:
-        write_whole(path, content)
-        path.chmod(0o644)
+        write_public(path, content)
     except OSError as error:
         raise DatabaseError(f"a bundle needs a place that can be written, got {path}: {error}") from error
     return _contents(head, digest_of_index.hex())
+
+
+def check_target(path: Path) -> None:
+    """Refuse to write a bundle where there is a file of others, or without what compresses it.
+
+    Raises:
+        DatabaseError: there is one, or no library for zstd is installed.
+    """
+    _zstd()
+    try:
+        if not is_replaceable(path, MAGIC):
+            raise DatabaseError(f"a bundle takes the place of a bundle alone, which {path} is not")
+    except OSError as error:
+        raise DatabaseError(f"a bundle needs a place that can be read, got {path}: {error}") from error
 
 
 def install(path: Path, *, target: str | None = None) -> Contents:

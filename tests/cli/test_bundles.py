@@ -107,6 +107,23 @@ def test_what_does_not_compile_is_said_and_left_out(
     assert done.exit_code == 1
     assert "left out: ptxas is out of registers" in done.stdout
     assert "a bundle needs kernels; none of 2 can be given away" in done.stderr
+    assert not (tmp_path / "tuned.sqlite3").exists()
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_file_of_others_in_the_place_of_a_bundle_stays(
+    invoke: Invoke, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_folder: bool
+) -> None:
+    def asked(*job: object) -> None:
+        raise AssertionError("nothing is compiled for a bundle that cannot be written")
+
+    monkeypatch.setattr(bundles, "entry_of", asked)
+    theirs = tmp_path / "tuned.kernels"
+    theirs.mkdir() if is_folder else theirs.write_text("a list of operating systems")
+    done = invoke("db", "export", tmp_path / "tuned.sqlite3", "--with-binaries")
+    assert (done.exit_code, "takes the place of a bundle alone" in done.stderr) == (1, True)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("tuned.")] == [theirs]
+    assert is_folder or theirs.read_text() == "a list of operating systems"
 
 
 def test_helpers_travel_where_they_are_asked_for(

@@ -19,7 +19,20 @@ from flashgen.core.record import Baseline, Measurement, TuningRecord
 from flashgen.db.exchange import CSV_COLUMNS, SCRATCH_PREFIX, better, export_records, import_records, to_csv
 from flashgen.db.store import Store
 from flashgen.db.writing import Merged
-from tests.db.samples import CAUSAL, H100, H200, HARD_TIMES, MEASURED, PREDICTED, SHORT, TRIAL, WIDE, hard, timed
+from tests.db.samples import (
+    CAUSAL,
+    H100,
+    H200,
+    HARD_TIMES,
+    MEASURED,
+    PREDICTED,
+    REPLACED,
+    SHORT,
+    TRIAL,
+    WIDE,
+    hard,
+    timed,
+)
 
 RECORDS = [replace(MEASURED, workload=workload) for workload in (WIDE, SHORT, CAUSAL)] + [PREDICTED]
 
@@ -107,6 +120,49 @@ def test_an_export_takes_the_place_of_no_database_with_trials(tmp_path: Path) ->
         export_records(RECORDS, path)
     with Store.open(path, read_only=True) as store:
         assert store.trials(TRIAL.workload, TRIAL.device) == [TRIAL]
+
+
+def test_an_export_takes_the_place_of_no_database_that_was_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.sqlite3"
+    with Store.open(path) as store:
+        store.put_record(MEASURED)
+    with pytest.raises(DatabaseError, match="is a database that was written to"):
+        export_records([PREDICTED], path)
+    with Store.open(path, read_only=True) as store:
+        assert store.records() == [MEASURED]
+    assert not path.with_suffix(".csv").exists()
+
+
+def test_an_export_forgets_no_history(tmp_path: Path) -> None:
+    """Where a file system has no WAL, a database in use is not to be told from an export that has a history."""
+    path = tmp_path / "tuned.sqlite3"
+    export_records([MEASURED], path, replaced=[REPLACED])
+    with pytest.raises(DatabaseError, match="1 replaced records that this lacks"):
+        export_records([MEASURED], path)
+    export_records([MEASURED, PREDICTED], path, replaced=[REPLACED])
+    with Store.open(path, read_only=True) as store:
+        assert (len(store.records()), store.counts()["history"]) == (2, 1)
+
+
+def test_an_export_takes_the_place_of_no_csv_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "out.sqlite3"
+    table = path.with_suffix(".csv")
+    table.write_text("date,what\n")
+    with pytest.raises(DatabaseError, match=r"CSV of an export alone, which .*out\.csv is not"):
+        export_records(RECORDS, path)
+    assert (table.read_text(), path.exists()) == ("date,what\n", False)
+    table.unlink()
+    table.mkdir()
+    with pytest.raises(DatabaseError, match="CSV of an export alone"):
+        export_records(RECORDS, path)
+    assert not path.exists()
+
+
+def test_an_export_takes_the_place_of_the_csv_of_an_older_one(tmp_path: Path) -> None:
+    path = tmp_path / "out.sqlite3"
+    path.with_suffix(".csv").write_text(",".join((*CSV_COLUMNS[:8], "a_former_column")) + "\n")
+    export_records(RECORDS, path)
+    assert "a_former_column" not in path.with_suffix(".csv").read_text()
 
 
 def test_an_export_takes_the_place_of_no_file_of_others(tmp_path: Path) -> None:
