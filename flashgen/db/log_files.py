@@ -21,6 +21,7 @@ from typing import Any
 
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.errors import DatabaseError, FlashgenError
+from flashgen.core.folders import write_public
 from flashgen.core.quoting import printable
 from flashgen.core.record import Trial
 from flashgen.core.search_log import Finalist, SearchLog, SearchRun
@@ -62,7 +63,7 @@ def write_log(log: SearchLog, path: Path) -> None:
             file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(raw.getvalue())
+        write_public(path, raw.getvalue())
     except OSError as error:
         raise DatabaseError(f"a file of a search needs a place that can be written, got {path}: {error}") from error
 

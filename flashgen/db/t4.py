@@ -13,6 +13,7 @@ from typing import Any
 
 from flashgen.codegen.families import family
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import write_public
 from flashgen.core.record import Failure, Measurement, Trial, Versions
 from flashgen.core.search_log import SearchLog
 
@@ -59,7 +60,7 @@ def export_t4(logs: Iterable[SearchLog], folder: Path) -> list[Path]:
         for (workload, device, _, name), tried in sorted(spaces.items()):
             path = folder / f"{workload}_{device}_{name}_T4.json"
             text = json.dumps(space_of(list(tried.values()), versions), indent=1, allow_nan=False)
-            path.write_text(text + "\n", encoding="utf-8")
+            write_public(path, f"{text}\n".encode())
             written.append(path)
     except (OSError, ValueError) as error:  # a path with a null is a ValueError
         raise DatabaseError(f"an export needs a folder that can be written, got {folder}: {error}") from error

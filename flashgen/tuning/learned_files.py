@@ -13,6 +13,7 @@ from pathlib import Path
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
+from flashgen.core.folders import write_public
 from flashgen.core.search_log import SearchLog
 from flashgen.runtime.lookup import rules
 from flashgen.runtime.lookup.rules import Expected, Node, Split
@@ -171,6 +172,6 @@ def write(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_public(path, text.encode())
     except OSError as error:
         raise TuningError(f"what was learned needs a place that can be written, got {path}: {error}") from error

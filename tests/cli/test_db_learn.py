@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.search_synthetic import synthetic
+from flashgen.core.errors import DatabaseError, TuningError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
 from flashgen.db.log_files import read_log, write_log
 from flashgen.db.store import Store
 from flashgen.runtime.lookup.rules import read_rules
+from flashgen.tuning import learned_files
 from flashgen.tuning.seed_lists import read_lists
 from tests.cli.conftest import Invoke
 from tests.db.samples import H100, MEASURED
+from tests.disk import full_disk
 
 WORKLOAD = Workload.parse("b4-h16-s4096-d256")
 
@@ -95,6 +98,20 @@ def test_searches_of_a_database_are_learned_from_once_exported(
     assert (origin["tables"], origin["searches"]) == ([], {"count": 1, "trials": 20})
     with (out / "seed_configs.csv").open() as file:
         assert sum(int(row["timed_configs"]) for row in csv.DictReader(file)) == 20
+
+
+def test_older_files_stay_where_new_ones_cannot_be_finished(tmp_path: Path) -> None:
+    path, learned = table(tmp_path), tmp_path / "fallback.json"
+    before = path.read_bytes()
+    learned_files.write(learned, "what was learned before")
+    longer = synthetic(WORKLOAD, H100, families=("hopper_forward",), most=21)
+    with full_disk(), pytest.raises(DatabaseError, match="a place that can be written"):
+        write_log(longer, path)
+    with full_disk(), pytest.raises(TuningError, match="a place that can be written"):
+        learned_files.write(learned, "what was learned since then")
+    assert (path.read_bytes(), learned.read_text()) == (before, "what was learned before")
+    assert {*tmp_path.iterdir()} >= {path, learned}
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(("form", "name"), [("t4", "T4"), ("tables", "tables"), ("optuna", "Optuna")])

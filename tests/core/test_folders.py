@@ -15,7 +15,14 @@ import pytest
 
 from flashgen.core import folders
 from flashgen.core.errors import SettingError
-from flashgen.core.folders import ABANDONED_SECONDS, make_private, own_subfolder, remove_abandoned, why_not_private
+from flashgen.core.folders import (
+    ABANDONED_SECONDS,
+    make_private,
+    own_subfolder,
+    remove_abandoned,
+    why_not_private,
+    write_public,
+)
 from flashgen.core.settings import cache_folder, settings
 
 ME = os.geteuid()
@@ -253,6 +260,14 @@ def test_a_fallback_for_one_process_goes_with_it(temporary: Path) -> None:
     made = Path(done.stdout.strip())
     assert made.parent == temporary
     assert not made.exists()
+
+
+def test_a_file_to_give_away_has_the_rights_of_the_umask(tmp_path: Path, umask: int) -> None:
+    path = tmp_path / "given"
+    path.touch(mode=0o600)
+    write_public(path, b"all of it")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"all of it", 0o666 & ~umask)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # --- drafts -------------------------------------------------------------------------------------------------------

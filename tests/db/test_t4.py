@@ -14,6 +14,7 @@ from flashgen.core.record import STAGES, Failure, Measurement, Versions
 from flashgen.core.search_log import SearchLog, SearchRun
 from flashgen.db.t4 import INVALIDITY, export_t4
 from tests.db.samples import CAUSAL, CONFIG, H100, H200, SHORT, TRIAL
+from tests.disk import full_disk
 
 INVALID = {"timeout", "compile", "runtime", "correctness", "constraints"}
 COMPILED = Compiled(registers=168, spills=0, shared_bytes=98304, occupancy=1, compile_ms=812.5)
@@ -79,6 +80,13 @@ def test_a_search_space_is_a_file_and_of_a_config_the_last_trial_counts(tmp_path
     ]
     results = found[f"{CAUSAL.key}_nvidia_h200_portable_forward_T4.json"]["results"]
     assert [each["times"]["runtimes"] for each in results] == [[1.5, 1.25, 1.75], [1.0]]  # type: ignore[attr-defined]
+
+
+def test_an_older_file_stays_where_a_new_one_cannot_be_finished(tmp_path: Path) -> None:
+    before = written(tmp_path, FIRST)
+    with full_disk(), pytest.raises(DatabaseError, match="a folder that can be written"):
+        export_t4([SearchLog(search=None, trials=(FIRST, replace(FIRST, config=OTHER)))], tmp_path / "t4")
+    assert {path.name: json.loads(path.read_text()) for path in (tmp_path / "t4").iterdir()} == before
 
 
 def test_nothing_to_write_and_nowhere_to_write_are_errors(tmp_path: Path) -> None:
