@@ -45,8 +45,7 @@ def export_trials(name: str, target: str, *, device: Device | None, everything: 
     from flashgen.db.layers import Layers
 
     with Layers.open() as layers:
-        found = layers.searches(device=device, run=run)
-        logs = [log for log, layer in found if everything or layer == layers.first_name]
+        logs = [log for log, _ in layers.searches(device=device, run=run, first_only=not everything)]
     _WRITERS[name](logs, target)
 
 

@@ -168,25 +168,46 @@ class Layers:
         return [(record, name) for name, records in answers.items() for record in records or ()]
 
     def tried(self, workload: Workload, device: Device) -> tuple[list[Trial], list[Prediction]]:
-        """The trials and the predictions of a workload on a device identity, of all layers."""
-        trials: list[Trial] = []
-        predictions: list[Prediction] = []
+        """The trials and the predictions of a workload on a device identity, of all layers, each once."""
+        trials: dict[Trial, None] = {}
+        predictions: dict[Prediction, None] = {}
         for layer in tuple(self._layers):
             found = self._ask(layer, lambda _: _tried(layer.store, workload, device))  # noqa: B023
             if found is not None:
-                trials += found[0]
-                predictions += found[1]
-        return trials, predictions
+                trials |= dict.fromkeys(found[0])
+                predictions |= dict.fromkeys(found[1])
+        return list(trials), list(predictions)
 
     def searches(
-        self, *, workload: Workload | None = None, device: Device | None = None, run: str | None = None
+        self,
+        *,
+        workload: Workload | None = None,
+        device: Device | None = None,
+        run: str | None = None,
+        first_only: bool = False,
     ) -> list[tuple[SearchLog, str]]:
-        """What searches tried, by layer, with its name; narrowed by what is given."""
-        found: list[tuple[SearchLog, str]] = []
+        """What searches tried, each once, with the name of its layer; narrowed by what is given.
+
+        Of a search that several layers have, the copy with the most rows counts, of equal ones the first: a file may
+        have been copied while the search went on.
+
+        Args:
+            workload: what was searched for.
+            device: of this device identity.
+            run: of this run.
+            first_only: only those in the layer that is written to.
+        """
+        from flashgen.db.trials import identity_of
+
+        found: dict[tuple[object, ...], tuple[SearchLog, str]] = {}
         for layer in tuple(self._layers):
-            logs = self._ask(layer, lambda _: _searched(layer.store, workload, device, run))  # noqa: B023
-            found += [(log, layer.name) for log in logs or ()]
-        return found
+            if first_only and layer.name != self.first_name:
+                continue
+            for log in self._ask(layer, lambda _: _searched(layer.store, workload, device, run)) or ():  # noqa: B023
+                search = identity_of(log)
+                if search not in found or _rows(log) > _rows(found[search][0]):
+                    found[search] = log, layer.name
+        return list(found.values())
 
     def past(self, workload: Workload, device: Device | None = None) -> list[tuple[Past, str]]:
         """Who made the records of a workload and what they took the place of, by layer, with its name."""
@@ -235,6 +256,10 @@ def _searched(store: Store, workload: Workload | None, device: Device | None, ru
             return []
         workloads = [workload] if workload else store.workloads()
         return list(search_logs(store, workloads, [device] if device else store.devices(), run))
+
+
+def _rows(log: SearchLog) -> int:
+    return len(log.trials) + len(log.finalists)
 
 
 def is_absent(path: Path) -> bool:

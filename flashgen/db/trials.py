@@ -91,6 +91,14 @@ def _run_of(log: SearchLog) -> str:
     return next((each.run for each in known if each is not None), "")
 
 
+def identity_of(log: SearchLog) -> tuple[object, ...]:
+    """What two copies of a search have in common: its run, workload and device.
+
+    Of searches without a run, as before schema 0009, only those with the same trials are copies.
+    """
+    return _run_of(log) or log.trials, _owner(log).workload.key, _owner(log).device.identity
+
+
 def search_json(log: SearchLog) -> dict[str, object]:
     """A search as plain values, for JSON."""
     search = log.search

@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashgen.core.settings import settings
+from flashgen.db.log_files import read_log
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke
-from tests.db.samples import CAUSAL, FAILED, FINALISTS, KNOWN_TRIAL, MEASURED, SEARCH, SHORT, TRIAL
+from tests.db.samples import CAUSAL, FAILED, FINALISTS, H200, KNOWN_TRIAL, MEASURED, SEARCH, SHORT, TRIAL
+from tests.db.schemas import execute
 
 
 @pytest.fixture
@@ -55,6 +59,31 @@ def test_csv_has_a_line_for_each_trial(invoke: Invoke, path: Path) -> None:
     assert (measured["median_ms"], measured["times_ms"]) == ("1.4", "[1.4]")
     assert json.loads(measured["knobs"])["block_m"] == 128
     assert (measured["predicted_ms"], measured["evaluate_s"]) == ("1.1", "0.25")
+
+
+def test_a_search_in_several_files_is_listed_and_exported_once(
+    invoke: Invoke, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that was made while the search went on has fewer trials, and stands before the file in one order."""
+    part, whole = tmp_path / "part.sqlite3", tmp_path / "whole.sqlite3"
+    shutil.copyfile(path, whole)
+    shutil.copyfile(path, part)
+    execute(part, "DELETE FROM trials WHERE number = 2")
+    for files in ((path, whole), (whole, part), (part, whole)):
+        monkeypatch.setenv("FLASHGEN_DB", os.pathsep.join(map(str, files)))
+        settings.cache_clear()
+        known, unknown = json.loads(invoke("db", "trials", "--json").stdout)
+        assert [len(each["trials"]) for each in (known, unknown)] == [2, 1]
+        assert known["layer"] == str(files[files[0] == part])
+        assert len(list(csv.DictReader(io.StringIO(invoke("db", "trials", "--csv").stdout)))) == 3
+        done = invoke("db", "export", tmp_path / "tables", "--format", "tables", "--all")
+        assert "1 searches written" in done.stdout
+        assert "1 searches are without their settings" in done.stdout
+    assert "2 (1 failed in launch)" in invoke("db", "show", CAUSAL.key).stdout
+    (table,) = (tmp_path / "tables" / H200.folder).iterdir()
+    assert len(read_log(table).trials) == 2
+    assert invoke("db", "export", tmp_path / "tables", "--format", "tables").exit_code == 0
+    assert len(read_log(table).trials) == 1, "without --all it is the search as the first file has it"
 
 
 def test_what_is_not_there_says_so(invoke: Invoke, path: Path) -> None:
