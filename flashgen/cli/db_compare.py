@@ -40,7 +40,7 @@ Gpu = Annotated[int, typer.Option("--gpu", help="The index of the GPU to measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Audit:
-    """What a file holds: why it cannot be read, or its records, what else there is how often, and the bad rows."""
+    """What a file holds: why it cannot be read, or its records, what else there is how often, and what is wrong."""
 
     path: Path
     problem: str | None = None
@@ -50,6 +50,7 @@ class _Audit:
     searches: int = 0
     finalists: int = 0
     bad_rows: tuple[str, ...] = ()
+    foreign_tables: tuple[str, ...] = ()
 
     @property
     def stale(self) -> int:
@@ -174,6 +175,7 @@ def _files(paths: Sequence[Path] | None) -> Iterator[_Source]:
 
 
 def _audit(source: _Source) -> _Audit:
+    from flashgen.db.auditing import foreign_tables, orphans
     from flashgen.db.past import audited
     from flashgen.db.reader import Reader
     from flashgen.db.store import Store
@@ -184,12 +186,17 @@ def _audit(source: _Source) -> _Audit:
             good, bad = store.reader.audited()
             replaced, bad_past = audited(store.reader)
             counts, worse = store.audited()
+            known_bad = [*bad, *bad_past, *worse]
+            named = {row[:2] for row in known_bad}
+            known_bad += [row for row in orphans(store.reader) if row[:2] not in named]
+            foreign = foreign_tables(store.reader)
     except DatabaseError as error:
         return _Audit(path=source.path, problem=str(error))
-    rows = tuple(f"{table} {row}: {reason[:300]}" for table, row, reason in [*bad, *bad_past, *worse])
+    rows = tuple(f"{table} {row}: {reason[:300]}" for table, row, reason in known_bad)
     return _Audit(
         path=source.path,
         bad_rows=rows,
+        foreign_tables=tuple(foreign),
         records=tuple(good),
         replaced=replaced,
         trials=counts["trials"],
@@ -208,6 +215,8 @@ def _print_audit(audit: _Audit) -> None:
     )
     for reason, count in audit.changed.most_common():
         output.say(f"  {count} not current: {reason} (they serve; flashgen tune --reverify)")
+    if audit.foreign_tables:
+        output.say(f"  tables of another program, which no look-up reads: {', '.join(audit.foreign_tables)}")
     for row in audit.bad_rows:
         output.say(f"  {row}")
 
@@ -224,6 +233,7 @@ def _audit_json(audit: _Audit) -> dict[str, object]:
         "searches": audit.searches,
         "finalists": audit.finalists,
         "bad_rows": list(audit.bad_rows),
+        "foreign_tables": list(audit.foreign_tables),
     }
 
 

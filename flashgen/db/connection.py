@@ -96,8 +96,8 @@ def connect(path: Path, access: Access) -> sqlite3.Connection:
         return _open(path, "mode=ro&immutable=1")
 
 
-def use(path: Path, access: Access, action: Callable[[sqlite3.Connection], T]) -> T:
-    """Run `action` on a connection of its own.
+def use(path: Path, access: Access, action: Callable[[sqlite3.Connection], T], *, name: Path | None = None) -> T:
+    """Run `action` on a connection of its own; messages call the file `name` if it is a copy or a draft of that one.
 
     Raises:
         DatabaseError: as `retry`.
@@ -110,7 +110,7 @@ def use(path: Path, access: Access, action: Callable[[sqlite3.Connection], T]) -
         finally:
             connection.close()
 
-    return retry(path, attempt)
+    return retry(name or path, attempt)
 
 
 def retry(path: Path, action: Callable[[], T]) -> T:

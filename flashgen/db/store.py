@@ -228,7 +228,7 @@ class Store(StoredTrials):
         Raises:
             DatabaseError: the file is damaged.
         """
-        found = use(self.reader.actual, self.access, _damage)
+        found = use(self.reader.actual, self.access, _damage, name=self.path)
         if found != "ok":
             raise DatabaseError(f"a tuning database must be whole; {self.path}: {reading.plain(found)[:300]}")
 

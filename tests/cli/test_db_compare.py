@@ -21,6 +21,7 @@ from tests.db.samples import (
     FAILED,
     FINALISTS,
     MEASURED,
+    ORIGIN,
     PREDICTED,
     PREDICTION,
     SEARCH,
@@ -28,6 +29,7 @@ from tests.db.samples import (
     TRIAL,
     timed,
 )
+from tests.db.schemas import execute
 from tests.tuning.fakes import FakeExecutor
 
 OTHER = CONFIG.replace(num_warps=4)
@@ -144,7 +146,15 @@ def test_a_whole_file_is_verified(invoke: Invoke, sides: tuple[str, str, Path]) 
     reasons = entry.pop("not_current")
     assert any(reason.startswith("measured with triton 3.6.0, and ") for reason in reasons)
     none = dict.fromkeys(("replaced", "trials", "searches", "finalists"), 0)
-    assert entry == {"path": first, "problem": None, "records": 2, "stale": 1, **none, "bad_rows": []}
+    assert entry == {
+        "path": first,
+        "problem": None,
+        "records": 2,
+        "stale": 1,
+        **none,
+        "bad_rows": [],
+        "foreign_tables": [],
+    }
     assert invoke("db", "verify", "--top", "3").exit_code == 2
 
 
@@ -212,6 +222,30 @@ def test_a_damaged_row_of_a_search_is_found(invoke: Invoke, searched: Path, tabl
     assert done.exit_code == 1
     assert f"  {table} " in done.stdout
     assert rule in done.stdout
+
+
+def test_tables_of_another_program_are_named(invoke: Invoke, searched: Path) -> None:
+    execute(searched, "CREATE TABLE studies (study_id INTEGER PRIMARY KEY)")
+    execute(searched, 'CREATE TABLE "trial \x1b[2J" (number INTEGER)')
+    done = invoke("db", "verify", searched)
+    assert done.exit_code == 0, done.output
+    assert "  tables of another program, which no look-up reads: studies, trial  [2J\n" in done.stdout
+    (entry,) = json.loads(invoke("db", "verify", "--json", searched).stdout)["files"]
+    assert entry["foreign_tables"] == ["studies", "trial  [2J"]
+
+
+def test_rows_that_point_to_nothing_are_found_once(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "orphans.sqlite3"
+    with Store.open(path) as store:
+        store.put_record(MEASURED, ORIGIN)
+        store.put_trial(TRIAL)
+    execute(path, "DELETE FROM records")
+    execute(path, "UPDATE trials SET device_id = 7")
+    done = invoke("db", "verify", path)
+    assert done.exit_code == 1
+    bad = [line.strip() for line in done.stdout.splitlines()[1:] if "not current" not in line]
+    assert [line.partition(":")[0] for line in bad] == ["trials 1", "anchors 1", "anchors 2", "origins 1"]
+    assert [line for line in bad if "points to no row of records" in line] == bad[1:]
 
 
 def test_without_arguments_all_that_serves_is_verified(
