@@ -106,11 +106,13 @@ def import_(
 
 
 def _import_records(path: Path) -> None:
-    from flashgen.db.exchange import import_records
-    from flashgen.db.layers import Layers
+    from flashgen.db.exchange import import_records, importable
+    from flashgen.db.layers import Layers, is_absent
     from flashgen.tuning.history import is_current
 
     with Layers.open() as layers:
+        if is_absent(Path(layers.first_name)):
+            importable(path)  # a file that is refused makes no empty database
         merged = import_records(layers.writable, path, is_current)
         name = layers.first_name
     output.say(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")

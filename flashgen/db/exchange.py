@@ -94,10 +94,11 @@ def export_records(
         path.parent.mkdir(parents=True, exist_ok=True)
         with scratch_beside(path, SCRATCH_PREFIX) as scratch:
             draft, packed, table = (scratch / name for name in ("draft.sqlite3", "packed.sqlite3", "table.csv"))
-            with Store.open(draft) as store:
+            # messages name the place of the export, and not the draft
+            with Store(Reader(path, files.prepare(draft, "write", path), "write", validate_config)) as store:
                 store.put_records(ordered, Incoming(origins=origins or {}))
                 store.put_replaced(past)
-            files.pack(draft, packed)
+            files.pack(draft, packed, path)
             to_csv(ordered, table)
             packed.replace(path)
             table.replace(path.with_suffix(".csv"))

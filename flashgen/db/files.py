@@ -32,21 +32,27 @@ SCRATCH_PREFIX = ".flashgen-new-"
 """Of the folder of an unfinished file beside its place; who makes the next one there deletes those of killed ones."""
 
 
-def prepare(path: Path, access: Access) -> Path:
+def prepare(path: Path, access: Access, name: Path | None = None) -> Path:
     """Make sure that `path` is a tuning database of the present schema, and return the file to connect to.
 
     With `write` a missing file is created and an older one migrated in place. Otherwise an older file is copied to the
     cache directory and the copy is migrated.
 
+    Args:
+        path: the file.
+        access: what shall be done with it.
+        name: the file that messages name, if `path` is a copy or a draft of it.
+
     Raises:
         DatabaseError: the file is missing, foreign, corrupt, newer, or cannot be written; the message names it.
     """
+    name = name or path
     try:
-        return _prepare(path, access)
+        return _prepare(path, access, name)
     except OSError as error:
-        raise DatabaseError(f"a tuning database needs a place that can be used; {path}: {error}") from error
+        raise DatabaseError(f"a tuning database needs a place that can be used; {name}: {error}") from error
     except MemoryError as error:
-        raise DatabaseError(f"a tuning database must fit into memory; {path} does not") from error
+        raise DatabaseError(f"a tuning database must fit into memory; {name} does not") from error
 
 
 def present(path: Path) -> bool:
@@ -61,55 +67,60 @@ def present(path: Path) -> bool:
         raise DatabaseError(f"a file needs a place that can be used, got {str(path)[:200]}: {error}") from error
 
 
-def _prepare(path: Path, access: Access) -> Path:
+def _prepare(path: Path, access: Access, name: Path) -> Path:
     if path.is_dir():
-        raise DatabaseError(f"a tuning database is a file, got the directory {path}")
+        raise DatabaseError(f"a tuning database is a file, got the directory {name}")
     if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
-        raise DatabaseError(f"a tuning database is an ordinary file, which {path} is not")
+        raise DatabaseError(f"a tuning database is an ordinary file, which {name} is not")
     if access == "write":
-        return _prepare_writable(path)
+        return _prepare_writable(path, name)
     if not path.is_file():
-        raise DatabaseError(f"a tuning database to read must exist, got {path}")
-    version = read_version(path, access)
+        raise DatabaseError(f"a tuning database to read must exist, got {name}")
+    version = read_version(path, access, name)
     if version is None:
-        raise DatabaseError(f"a tuning database must hold flashgen's tables, got the empty file {path}")
-    return path if version == SCHEMA_VERSION else _migrated_copy(path, access)
+        raise DatabaseError(f"a tuning database must hold flashgen's tables, got the empty file {name}")
+    return path if version == SCHEMA_VERSION else _migrated_copy(path, access, name)
 
 
-def read_version(path: Path, access: Access = "read") -> str | None:
+def read_version(path: Path, access: Access = "read", name: Path | None = None) -> str | None:
     """The schema version of a file, None for an empty one; plain SQL, so that a look-up needs no alembic.
+
+    Messages call the file `name`, if it is a copy or a draft of that one.
 
     Raises:
         DatabaseError: the file is not a SQLite database, not ours, or newer than this flashgen.
     """
-    return use(path, access, lambda connection: version_of(connection, path))
+    return use(path, access, lambda connection: version_of(connection, name or path), name=name)
 
 
-def pack(source: Path, target: Path) -> None:
-    """Write `source` to the new file `target`: without free pages, without a WAL, so that it can be shipped alone."""
-    use(source, "read", lambda connection: _vacuum_into(connection, target))
-    use(target, "write", lambda connection: connection.execute("PRAGMA journal_mode = DELETE").fetchone())
+def pack(source: Path, target: Path, name: Path | None = None) -> None:
+    """Write `source` to the new file `target`: without free pages, without a WAL, so that it can be shipped alone.
+
+    Messages call both `name`, if that is what they are drafts of.
+    """
+    use(source, "read", lambda connection: _vacuum_into(connection, target), name=name)
+    use(target, "write", lambda connection: connection.execute("PRAGMA journal_mode = DELETE").fetchone(), name=name)
 
 
-def _prepare_writable(path: Path) -> Path:
+def _prepare_writable(path: Path, name: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # what a deleted file has left is no part of a new one, and SQLite clears it away where it makes the file itself
     is_missing = not any(path.with_name(path.name + end).exists() for end in ("", "-wal", "-journal"))
-    is_new = is_missing and _placed_new(path)
-    if not is_new and read_version(path, "write") != SCHEMA_VERSION:
-        use(path, "write", lambda connection: _upgrade(connection, path))
-    use(path, "write", _become_writer)
+    is_new = is_missing and _placed_new(path, name)
+    if not is_new and read_version(path, "write", name) != SCHEMA_VERSION:
+        use(path, "write", lambda connection: _upgrade(connection, name), name=name)
+    use(path, "write", _become_writer, name=name)
     return path
 
 
-def _placed_new(path: Path) -> bool:
+def _placed_new(path: Path, name: Path) -> bool:
     """Make a file elsewhere and link it to its place, so that no reader opens one that has no tables yet.
 
     False where another process was faster, or where files cannot be made or linked; the file itself says which.
     """
     with contextlib.suppress(OSError), scratch_beside(path, SCRATCH_PREFIX) as scratch:
         draft = scratch / path.name
-        use(draft, "write", lambda connection: _upgrade(connection, path))
+        use(draft, "write", lambda connection: _upgrade(connection, name), name=name)
         os.link(draft, path)
         return True
     return False
@@ -183,17 +194,17 @@ def migrate(connection: sa.Connection, revision: str = "head") -> None:
     command.upgrade(config, revision)
 
 
-def _migrated_copy(path: Path, access: Access) -> Path:
+def _migrated_copy(path: Path, access: Access, name: Path) -> Path:
     """A copy of an older file, migrated; made once and found again by the content of the original."""
     folder = cache_folder("databases")
     remove_abandoned(folder)
     with tempfile.TemporaryDirectory(dir=folder, suffix=DRAFT_SUFFIX) as scratch:
         draft = Path(scratch) / path.name
-        _copy(path, draft, access)
+        _copy(path, draft, access, name)
         digest = hashlib.sha256(draft.read_bytes()).hexdigest()[:16]
         copy = folder / f"{path.stem}-{digest}-{SCHEMA_VERSION}.sqlite3"
         if not _is_own_file(copy):
-            use(draft, "write", lambda connection: _upgrade(connection, path))
+            use(draft, "write", lambda connection: _upgrade(connection, name), name=name)
             draft.chmod(0o600)  # whatever the umask: a copy that others could have written is made again
             draft.replace(copy)
     return copy
@@ -207,12 +218,12 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(seen.st_mode) and is_own(seen)
 
 
-def _copy(path: Path, target: Path, access: Access) -> None:
+def _copy(path: Path, target: Path, access: Access, name: Path) -> None:
     """Copy through SQLite, which includes what is still in the WAL; a shipped file is copied as it is."""
     if access == "shipped":
         shutil.copyfile(path, target)
         return
-    use(path, access, lambda connection: _vacuum_into(connection, target))
+    use(path, access, lambda connection: _vacuum_into(connection, target), name=name)
 
 
 def _vacuum_into(connection: sqlite3.Connection, target: Path) -> None:

@@ -118,7 +118,7 @@ class Reader:
         if foreign and settings().signatures:
             from flashgen.core.signatures import signed_copy  # where no policy asks for it, nobody waits for it
 
-            return cls(path, files.prepare(signed_copy(path), "shipped"), "shipped", validate)
+            return cls(path, files.prepare(signed_copy(path), "shipped", path), "shipped", validate)
         return cls(path, files.prepare(path, access), access, validate)
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:

@@ -11,6 +11,7 @@ from flashgen.core.settings import settings
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke, own
 from tests.db.samples import CAUSAL, CONFIG, H200, HARD_TIMES, MEASURED, PROFILE_TIMES, SHORT, WIDE, hard, on_profiles
+from tests.db.schemas import execute
 
 
 def test_list_shows_a_line_for_each_record(invoke: Invoke, tuned: Path) -> None:
@@ -166,3 +167,15 @@ def test_an_import_of_a_foreign_file_is_an_error_and_changes_nothing(
     assert str(file) in result.stderr
     assert "not a database" in result.stderr
     assert len(own(invoke("db", "list", "--json").stdout)) == 3
+
+
+def test_an_import_that_is_refused_makes_no_database(
+    invoke: Invoke, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "new" / "own.sqlite3"
+    monkeypatch.setenv("FLASHGEN_DB", str(target))
+    settings.cache_clear()
+    execute(tuned, "UPDATE records SET knobs = '[' WHERE id = 1")
+    for path in (tmp_path / "missing.sqlite3", tuned):
+        assert invoke("db", "import", path).exit_code == 1
+        assert not target.parent.exists()

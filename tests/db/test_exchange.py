@@ -33,6 +33,7 @@ from tests.db.samples import (
     hard,
     timed,
 )
+from tests.disk import full_disk
 
 RECORDS = [replace(MEASURED, workload=workload) for workload in (WIDE, SHORT, CAUSAL)] + [PREDICTED]
 
@@ -105,6 +106,17 @@ def test_drafts_of_killed_exports_are_cleared_away(tmp_path: Path) -> None:
 def test_an_export_needs_a_name_of_its_kind(tmp_path: Path, name: str) -> None:
     with pytest.raises(DatabaseError, match=r"ends in \.sqlite3"):
         export_records(RECORDS, tmp_path / name)
+
+
+def test_an_export_that_cannot_be_finished_names_its_place_and_not_its_draft(tmp_path: Path) -> None:
+    path = tmp_path / "out.sqlite3"
+    export_records([MEASURED], path)
+    before = path.read_bytes()
+    with full_disk(), pytest.raises(DatabaseError) as caught:
+        export_records([PREDICTED], path)
+    assert f"{path}: " in str(caught.value)
+    assert SCRATCH_PREFIX not in str(caught.value)
+    assert path.read_bytes() == before
 
 
 def test_an_export_to_nowhere_is_refused() -> None:

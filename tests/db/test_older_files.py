@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.core.errors import DatabaseError
 from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.settings import child_environment, settings
 from flashgen.db import files
@@ -147,6 +148,20 @@ def test_copies_that_were_not_finished_are_deleted(next_version: str, older: Pat
 def test_an_older_layer_serves(next_version: str, older: Path, tmp_path: Path) -> None:
     with Layers.open([older]) as layers:
         assert layers.record(CAUSAL, H200) == (MEASURED, str(older))
+
+
+@pytest.mark.parametrize("how", [{"read_only": True}, {"shipped": True}], ids=["read", "shipped"])
+def test_a_failed_migration_of_a_copy_names_the_file_itself(
+    next_version: str, older: Path, how: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "migrate", broken)
+    with pytest.raises(DatabaseError) as caught:
+        Store.open(older, **how)
+    assert str(caught.value) == f"a tuning database must be usable by SQLite; {older}: disk I/O error"
+
+
+def broken(*asked: object) -> None:
+    raise sqlite3.OperationalError("disk I/O error")
 
 
 def test_a_failed_migration_leaves_the_file_as_it_was(next_version: str, older: Path) -> None:

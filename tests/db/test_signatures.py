@@ -17,6 +17,7 @@ from flashgen.db import packages
 from flashgen.db.exchange import export_records, import_records
 from flashgen.db.layers import Layers
 from flashgen.db.past import past_of
+from flashgen.db.reader import Reader
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, H200, MEASURED, SHORT, timed
 from tests.fakes.minisign import Signer
@@ -68,6 +69,14 @@ def test_an_import_takes_what_is_signed(path: Path, tmp_path: Path) -> None:
         assert past_of(store.reader, CAUSAL).replaced[0].source == "theirs.sqlite3", "not the copy"
 
 
+def test_what_is_signed_and_no_database_is_named_by_its_own_path(path: Path) -> None:
+    path.write_bytes(b"dear diary " * 500)
+    OURS.sign(path)
+    with pytest.raises(DatabaseError) as caught:
+        Reader.open(path, foreign=True)
+    assert str(caught.value) == f"a tuning database must be usable by SQLite; {path}: file is not a database"
+
+
 def test_a_layer_of_others_serves_if_it_is_signed(path: Path, tmp_path: Path) -> None:
     own = tmp_path / "mine.sqlite3"
     with Store.open(own) as store:
@@ -92,6 +101,7 @@ def test_a_signed_layer_is_what_was_signed_whatever_becomes_of_it(path: Path, tm
         assert served(tmp_path / "none.sqlite3", path) == (THEIRS, str(path))
     OURS.sign(path)
     with Layers.open([tmp_path / "none.sqlite3", path]) as layers:
+        path.unlink()  # an export takes the place of no database that was written to
         export_records([timed(MEASURED, 0.8)], path)
         assert layers.record(CAUSAL, H200) == (timed(MEASURED, 0.9), str(path))
 
