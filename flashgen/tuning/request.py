@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from flashgen.tuning.compile_pool import usable_cpus
 from flashgen.tuning.context import Options, lookahead
 from flashgen.tuning.from_calls import LEAST_S, by_share
 from flashgen.tuning.shards import Shard
+from flashgen.tuning.study_files import check_study
 from flashgen.tuning.workloads import collect
 
 WHOLE = "0/1"
@@ -89,6 +89,7 @@ class Request:
             TuningError: nothing is named, or a shard, a number or an option is not valid.
             WorkloadError: a workload, a model, a direction or a file is not.
             DeviceError: no GPU is called `target`.
+            DatabaseError: `study` names a file of others, or none.
         """
         others = {"target": target, "from_calls": from_calls, "store": store}
         if options is not None and options.reverify is not None and any(value is not None for value in others.values()):
@@ -106,7 +107,7 @@ class Request:
             found = by_share(calls, named or _device_at(index))
         file = settings().db_layers[0] if database is None else _path("database", database)
         if study is not None:
-            _refuse_database(text("study", study, TuningError), (file, *settings().db_layers))
+            check_study(text("study", study, TuningError), (file, *settings().db_layers))
         if study is not None and named is not None:
             raise TuningError(f"a study keeps what is measured, and for a target nothing is, got {shown(target)}")
         if not found and (options is None or options.reverify is None):
@@ -155,15 +156,6 @@ def _path(name: str, value: object) -> Path:
     if not isinstance(value, (str, Path)):
         raise TuningError(f"{name} is the path of a file, got {shown(value)}")
     return Path(value)
-
-
-def _refuse_database(study: str, files: Iterable[Path]) -> None:
-    """Refuse a file for two: one that is not there yet would be made by Optuna, and then be no database."""
-    place = study.partition(":///")[2].partition("?")[0] if "://" in study else study
-    if not place or "\0" in place:  # no file has such a name: what opens it says so
-        return
-    if os.path.realpath(place) in {os.path.realpath(file) for file in files if "\0" not in str(file)}:
-        raise TuningError(f"a study has a file of its own, and {shown(place)} is that of a tuning database")
 
 
 def _limit(seconds: float) -> float:

@@ -19,17 +19,15 @@ from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, family
 from flashgen.core.errors import DatabaseError
 from flashgen.core.quoting import printable
 from flashgen.core.record import Failure, Trial, moment
-from flashgen.db.layout import APPLICATION_ID
+from flashgen.core.settings import settings
 from flashgen.tuning.events import Event, TrialFinished, Warned
 from flashgen.tuning.quiet import Quiet
+from flashgen.tuning.study_files import check_study
 
 FAMILY = "family"
 """The parameter that says which knobs a trial has."""
 
 METRIC = "ms"
-
-APPLICATION_AT, HEADER_BYTES = 68, 72
-"""Where the header of an SQLite file says whose it is."""
 
 MARK = ("run", "created", "config")
 """The attributes of a trial that tell it from all others of its study."""
@@ -51,9 +49,9 @@ class Studies:
             url: as Optuna takes it, e.g. `sqlite:///studies.db`; a path without `://` is a file of its journal.
 
         Raises:
-            DatabaseError: there is no such storage, or the file is another one, such as a tuning database.
+            DatabaseError: there is no such storage, or it is one that `check_study` refuses, such as a tuning database.
         """
-        _refuse_others(url)
+        check_study(url, settings().db_layers)
         try:
             with Quiet():
                 if "://" in url:
@@ -120,25 +118,6 @@ class Mirror:
                 self._studies = None
                 return (Warned(message=f"{error}; the search goes on without it"),)
         return ()
-
-
-def _refuse_others(url: str) -> None:
-    """Refuse a file that Optuna would write its own into, and spoil.
-
-    Raises:
-        DatabaseError: it is a tuning database, or no journal where one is asked for.
-    """
-    is_journal = "://" not in url
-    path = url if is_journal else url.partition(":///")[2].partition("?")[0]
-    try:
-        with open(path, "rb") as file:
-            start = file.read(HEADER_BYTES)
-    except (OSError, ValueError):
-        return  # there is none yet, or Optuna says why it cannot be opened
-    if start[APPLICATION_AT:HEADER_BYTES] == APPLICATION_ID.to_bytes(4, "big") and start.startswith(b"SQLite"):
-        raise DatabaseError(f"a study has a file of its own, and {printable(path)} is a tuning database")
-    if is_journal and start[:1] not in (b"", b"{"):
-        raise DatabaseError(f"a study without :// is a journal of Optuna, and {printable(path)} is another file")
 
 
 def export_studies(trials: Iterable[Trial], url: str) -> tuple[int, int]:

@@ -212,6 +212,11 @@ def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Me
         (("--shape", SHAPE, "--limit-seconds", "nan"), "at least 5 s"),
         (("--shape", SHAPE, "--db", "one.db", "--study", "one.db"), "a study has a file of its own"),
         (("--shape", SHAPE, "--db", "one.db", "--study", "sqlite:///./one.db"), "a study has a file of its own"),
+        (
+            ("--shape", SHAPE, "--db", "one.db", "--study", "sqlite:///file:./%6fne.db?uri=true"),
+            "a study has a file of its own",
+        ),
+        (("--shape", SHAPE, "--study", "sqlite://"), "one in memory is lost"),
         (("--reverify", "--dry-run"), "--reverify searches for nothing"),
         (("--reverify", "--target", "h100"), "no target"),
         (("--shape", SHAPE, "--deterministic"), "only a backward pass is asked for the same bits"),

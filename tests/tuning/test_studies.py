@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,18 +71,71 @@ def test_a_storage_that_is_not_there_is_an_error_before_anything_is_measured(url
         Studies.open(url)
 
 
-@pytest.mark.parametrize("form", ["sqlite:///{}", "sqlite:///{}?timeout=1", "{}"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("sqlite:///{}", "sqlite:///{}?timeout=1", "sqlite+pysqlite:///{}", "{}"),
+        *("sqlite:///file:{}?uri=true", "sqlite:///file:{}?mode=rwc&uri=true&timeout=1", "sqlite:///{}?uri=true"),
+        *("sqlite:///file://localhost{}?uri=true", "sqlite:///file:{}%00?uri=1", "sqlite:///file:{}#x?uri=true"),
+    ],
+)
 def test_a_tuning_database_is_no_storage_and_stays_as_it_is(form: str, tmp_path: Path) -> None:
     path = tmp_path / "own.sqlite3"
     with Store.open(path) as store:
         store.put_trial(TRIAL)
     before = path.read_bytes()
-    with pytest.raises(DatabaseError, match="a study has a file of its own"):
-        Studies.open(form.format(path))
+    for name in (str(path), str(path).replace("own", "%6fwn")) if "file:" in form else (str(path),):
+        with pytest.raises(DatabaseError, match="a study has a file of its own"):
+            Studies.open(form.format(name))
     assert path.read_bytes() == before
-    (tmp_path / "notes.txt").write_text("mine")
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("form", ["sqlite:///{}", "sqlite:///file:{}?uri=true", "{}"])
+def test_a_tuning_database_that_is_not_there_yet_is_no_storage_either(form: str) -> None:
+    path = settings().db_layers[0]
+    with pytest.raises(DatabaseError, match="that of a tuning database"):
+        Studies.open(form.format(path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite:///file::memory:?uri=true", "sqlite:///?uri=true"),
+        *("sqlite:///file:x?mode=memory&cache=shared&uri=true", "sqlite:///file:/x?vfs=memdb&uri=true"),
+    ],
+)
+def test_a_storage_in_memory_keeps_nothing_and_is_refused(url: str) -> None:
+    with pytest.raises(DatabaseError, match="one in memory is lost"):
+        export_studies([TRIAL], url)
+
+
+def test_a_file_without_a_memory_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for url in ("/dev/null", "sqlite:////dev/null", str(tmp_path / "pipe"), f"sqlite:///{tmp_path}"):
+        with pytest.raises(DatabaseError, match="the file of a study is an ordinary one"):
+            Studies.open(url)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["mine", "\n", "{", '{"op_code":0}', '{"calls":[]}\n', '{\n"op_code": 0}\n', '["op_code"]\n', "[" * 5000 + "\n"],
+)
+def test_a_file_that_is_no_journal_stays_as_it_is(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text(content)
     with pytest.raises(DatabaseError, match="is another file"):
-        Studies.open(str(tmp_path / "notes.txt"))
+        export_studies([TRIAL], str(path))
+    assert path.read_text() == content
+
+
+def test_a_journal_gets_more_trials_and_an_empty_file_becomes_one(tmp_path: Path) -> None:
+    path = tmp_path / "studies.log"
+    path.touch()
+    assert export_studies([TRIAL], str(path)) == (1, 1)
+    assert export_studies([TRIAL, FAILED], str(path)) == (1, 2)
+    assert len(study_in(path).trials) == 2
 
 
 def test_a_storage_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
