@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashgen.core.checks import real_number, text, whole_number
+from flashgen.core.checks import MAX_INTEGER, real_number, text, whole_number
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
@@ -44,7 +44,7 @@ class CallRecord:
         rung: of the ladder; 0 where nothing of flashgen's serves the call and an error said so.
         server: the kernel family, the backend of torch's attention, or empty for a call that was refused.
         config: what was launched; None where torch or nothing served.
-        calls: how many.
+        calls: how many, at most 2**63 - 1.
         call_ms: what a call is taken to need, in ms; None where nothing says it. It is not measured in the process.
         time_from: where `call_ms` comes from, one of `TIMES_FROM`.
     """
@@ -77,12 +77,16 @@ def usual_ms(workload: Workload, device: Device) -> float:
 
 
 def merged(*groups: Iterable[CallRecord]) -> tuple[CallRecord, ...]:
-    """All records, those of one identity as one with the sum of their calls and the last known time; longest first."""
+    """All records, those of one identity as one with the sum of their calls and the last known time; longest first.
+
+    A sum ends at `MAX_INTEGER`, the most that a file may say.
+    """
     found: dict[tuple[object, ...], CallRecord] = {}
     for record in itertools.chain.from_iterable(groups):
         before = found.get(record.identity)
         known = before if before is not None and record.call_ms is None else record
-        found[record.identity] = replace(known, calls=record.calls + (before.calls if before is not None else 0))
+        calls = record.calls + (before.calls if before is not None else 0)
+        found[record.identity] = replace(known, calls=min(calls, MAX_INTEGER))
     ordered = sorted(found.values(), key=lambda one: (-one.total_ms, -one.calls, one.workload.key))
     return tuple(ordered[:MOST_RECORDS])
 
@@ -162,7 +166,7 @@ def _record(row: object, where: str) -> CallRecord:
             rung=whole_number("rung", row.get("rung"), 0, 8),
             server=server,
             config=None if knobs is None else Config.of(server, knobs),
-            calls=whole_number("calls", row.get("calls"), 1),
+            calls=whole_number("calls", row.get("calls"), 1, MAX_INTEGER),
             call_ms=call_ms,
             time_from=row["time_from"],
         )

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,18 @@ def test_processes_add_to_the_same_file(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert counts(path) == {SHAPE.key: 80}
+
+
+def test_counts_of_64_bits_are_read_again_and_end_at_the_most(tmp_path: Path) -> None:
+    path, one = tmp_path / "calls.json", CallRecord(workload=SHAPE, device="", rung=0, server="", calls=2**31)
+    add_calls(path, [one])
+    assert counts(path) == {SHAPE.key: 2**31}
+    for _ in range(2):
+        add_calls(path, [replace(one, calls=2**62)])
+    assert counts(path) == {SHAPE.key: 2**63 - 1}
+    path.write_text(path.read_text().replace(str(2**63 - 1), str(2**63)))
+    with pytest.raises(WorkloadError, match=f"calls must be at most {2**63 - 1}"):
+        read_calls(path)
 
 
 def test_a_forked_child_does_not_count_its_parents_calls(gpu: FakeGpu, tmp_path: Path) -> None:
