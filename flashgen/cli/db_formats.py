@@ -57,10 +57,12 @@ def _write_t4(logs: list[SearchLog], target: str) -> None:
 
 
 def _write_studies(logs: list[SearchLog], target: str) -> None:
+    from flashgen.db.urls import parse_url, without_secrets
     from flashgen.tuning.studies import export_studies
 
     new, count = export_studies((trial for log in logs for trial in log.trials), target)
-    output.say(f"{new} of {count} trials written to {target}; the others were there")
+    where = without_secrets(parse_url(target)) if "://" in target else target
+    output.say(f"{new} of {count} trials written to {where}; the others were there")
 
 
 def _write_tables(logs: list[SearchLog], target: str) -> None:

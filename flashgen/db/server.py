@@ -34,13 +34,20 @@ from flashgen.db.row_reading import R
 from flashgen.db.schema import Base, DeviceRow, RecordRow, WorkloadRow
 from flashgen.db.store import Store
 from flashgen.db.stored_trials import StoredTrials
+from flashgen.db.urls import parse_url, without_secrets
 from flashgen.db.writing import Incoming, Merged
 
 CONNECTIONS = 8
 """At a time; the threads of a coordinator with more GPUs take turns, a few milliseconds each."""
 
-ATTEMPTS = 12
-"""Of a transaction that met another one, or whose connection was lost."""
+ATTEMPTS, GIVE_UP_S = 12, 30.0
+"""Of a transaction that met another one, or whose connection was lost; after this time there is no other attempt."""
+
+CONNECT_TIMEOUT_S = 10
+"""For a host that does not answer, whose packets get lost; psycopg alone would wait for 130 s, libpq without end."""
+
+LIBPQ_DRIVERS = ("psycopg", "psycopg2")
+"""Those that call this option `connect_timeout`."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5
 """Between attempts, doubling, each up to half as long or longer again: writers that met must not meet for ever."""
@@ -56,10 +63,11 @@ class ServerStore(StoredTrials):
 
     def __init__(self, url: sa.URL, validate: Validate) -> None:
         """The database at `url`; nothing connects to it yet."""
-        self.name = url.render_as_string(hide_password=True)
+        self.name = without_secrets(url)
         self.validate = validate
         self._engine = sa.create_engine(
             url,
+            connect_args=_connect_args(url),
             pool_size=CONNECTIONS,
             max_overflow=0,
             pool_pre_ping=True,
@@ -77,14 +85,15 @@ class ServerStore(StoredTrials):
         Raises:
             DatabaseError: no such dialect or driver, no connection, or tables of another schema version.
         """
+        parsed = parse_url(url)
+        name = shown(without_secrets(parsed))
+        if parsed.get_backend_name() == "sqlite":
+            raise DatabaseError(f"a server's URL is not one of a file, which --db takes; got {name}")
         try:
-            parsed = sa.make_url(url)
-            if parsed.get_backend_name() == "sqlite":
-                raise DatabaseError(f"a server's URL is not one of a file, which --db takes; got {shown(url)}")
             store = cls(parsed, validate)
-        except (sa.exc.ArgumentError, ImportError, ValueError) as error:  # an error of SQLAlchemy may quote a password
+        except (sa.exc.ArgumentError, ImportError, ValueError) as error:
             raise DatabaseError(
-                f"a database server has a URL of SQLAlchemy, and its driver is installed: {error}"
+                f"a database server has a URL of SQLAlchemy, and its driver is installed; got {name}: {error}"
             ) from None
         try:
             store._run(store._prepare)
@@ -216,12 +225,13 @@ class ServerStore(StoredTrials):
 
     def _run(self, action: Callable[[Session], V]) -> V:
         """Run `action` in a transaction, again where another one was in its way."""
+        until = time.monotonic() + GIVE_UP_S
         for attempt in range(ATTEMPTS):
             try:
                 with Session(self._engine, expire_on_commit=False) as session, session.begin():
                     return action(session)
             except (sa.exc.IntegrityError, sa.exc.OperationalError, sa.exc.TimeoutError) as error:
-                if attempt + 1 == ATTEMPTS:
+                if attempt + 1 == ATTEMPTS or time.monotonic() > until:
                     raise self._failed(error) from error
             except sa.exc.SQLAlchemyError as error:
                 raise self._failed(error) from error
@@ -249,6 +259,13 @@ class ServerStore(StoredTrials):
 
 
 _VERSION = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+
+
+def _connect_args(url: sa.URL) -> dict[str, Any]:
+    """What limits the time to connect, where the URL does not."""
+    if url.get_driver_name() in LIBPQ_DRIVERS and "connect_timeout" not in url.query:
+        return {"connect_timeout": CONNECT_TIMEOUT_S}
+    return {}
 
 
 def _storable(outcome: Any) -> Any:

@@ -18,12 +18,15 @@ def parse_url(url: str) -> sa.URL:
         DatabaseError: it is none; the message does not quote it, as there may be a password in it.
     """
     try:
-        return sa.make_url(url)
+        parsed = sa.make_url(url)
+        if "@" not in (parsed.host or ""):  # else the end of a password is taken for the host
+            return parsed
     except (sa.exc.ArgumentError, ValueError):  # of a port that is no number, too
-        raise DatabaseError(
-            "a URL of a database is like postgresql+psycopg://tuner@db/flashgen or sqlite:///studies.db, and this one "
-            "cannot be parsed"
-        ) from None
+        pass
+    raise DatabaseError(
+        "a URL of a database is like postgresql+psycopg://tuner@db/flashgen or sqlite:///studies.db, with each @ of a "
+        "password as %40, and this one cannot be parsed"
+    )
 
 
 def without_secrets(url: sa.URL) -> str:

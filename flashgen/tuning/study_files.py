@@ -10,7 +10,7 @@ from pathlib import Path
 from flashgen.core.errors import DatabaseError
 from flashgen.core.quoting import shown
 from flashgen.db.layout import APPLICATION_ID
-from flashgen.db.urls import parse_url, sqlite_file
+from flashgen.db.urls import parse_url, sqlite_file, without_secrets
 
 APPLICATION_AT, HEADER_BYTES = 68, 72
 """Where the header of an SQLite file says whose it is."""
@@ -35,7 +35,8 @@ def check_study(url: str, databases: Iterable[Path]) -> None:
     if file is None or "\0" in file:  # a server, or what no file is called: what opens it says so
         return
     if not file and not is_journal:
-        raise DatabaseError(f"a study is kept in a file or on a server, and one in memory is lost, got {shown(url)}")
+        name = shown(without_secrets(parse_url(url)))
+        raise DatabaseError(f"a study is kept in a file or on a server, and one in memory is lost, got {name}")
     if os.path.exists(file) and not os.path.isfile(file):
         raise DatabaseError(f"the file of a study is an ordinary one, got {shown(file)}")
     if os.path.realpath(file) in {os.path.realpath(path) for path in databases if "\0" not in str(path)}:

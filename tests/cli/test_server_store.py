@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
+from flashgen.db import server
 from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
 from flashgen.tuning import runs
@@ -178,4 +180,36 @@ def test_tables_of_another_schema_are_refused(url: str, store: ServerStore) -> N
 def test_a_server_that_does_not_answer_is_said_without_its_password() -> None:
     with pytest.raises(DatabaseError, match="must answer and take rows") as caught:
         ServerStore.open("postgresql+psycopg://me:secret@/x?host=/nowhere&connect_timeout=1")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_accepts_and_says_nothing_is_waited_for_no_longer_than_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "CONNECT_TIMEOUT_S", 2)
+    monkeypatch.setattr(server, "GIVE_UP_S", 1.0)
+    started = time.monotonic()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(DatabaseError, match=r"must answer and take rows.*timeout"),
+    ):
+        ServerStore.open(f"postgresql+psycopg://me@127.0.0.1:{silent.getsockname()[1]}/x")
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "postgresql+psycopg://me@/x?host=/nowhere&connect_timeout=1&password=secret",
+        "postgresql+psycopg://me:a@secret@db/x",
+        "postgresql+psycopg://me:secret/x",
+        "nonsense://me:secret@/x?password=secret",
+        "sqlite+pysqlcipher://:secret@/x",
+        "secret",
+    ],
+)
+def test_no_message_about_a_url_has_its_password(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "GIVE_UP_S", 0.0)
+    with pytest.raises(DatabaseError) as caught:
+        ServerStore.open(form)
     assert "secret" not in str(caught.value)

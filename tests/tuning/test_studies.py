@@ -171,3 +171,14 @@ def test_the_command_exports_trials_for_other_tools(invoke: Invoke, tmp_path: Pa
         assert result.exit_code == 2
         assert rule in result.stderr
     assert invoke("db", "export", folder, "--format", "t4", "--run", "none").exit_code == 1
+
+
+def test_an_export_says_where_without_a_password(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(settings().db_layers[0]) as store:
+        store.put_trial(TRIAL)
+    monkeypatch.setattr(studies, "export_studies", lambda trials, url: (1, 1))
+    result = invoke("db", "export", "mysql://me:secret@db/x?passwd=secret", "--format", "optuna")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "1 of 1 trials written to mysql://me:***@db/x; the others were there\n",
+    )
