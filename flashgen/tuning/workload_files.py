@@ -82,9 +82,29 @@ def presets_of(text: str, where: str) -> tuple[Preset, ...]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values alone, and a limited number of merges."""
+    """Plain values alone, each name of a mapping once, and a limited number of merges."""
 
     merged = 0
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping as it is written, before merges, whose names may come again.
+
+        Raises:
+            WorkloadError: a name is there twice, of which PyYAML would keep the last one.
+        """
+        node = super().compose_mapping_node(anchor)
+        lines: dict[object, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag in _WITHOUT_VALUE:
+                continue
+            name, line = self.construct_object(key), key.start_mark.line + 1  # 1 and 0x1 are one name
+            if name in lines:
+                raise WorkloadError(
+                    f"a mapping of a workload file has each name once, got {shown(name)} in line {lines[name]} and "
+                    f"again in line {line}"
+                )
+            lines[name] = line
+        return node
 
     def flatten_mapping(self, node: Any) -> None:
         """Take over what `<<` names.
@@ -98,6 +118,9 @@ class _Loader(yaml.SafeLoader):
             raise WorkloadError(f"the mappings of a workload file have at most {MAX_MERGED} names, got more")
 
 
+_WITHOUT_VALUE = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
+"""Of the names `<<`, which may be there several times, and `=`: PyYAML builds neither by itself."""
+
 _UNREADABLE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """PyYAML lets out what Python raises where a scalar is none of the kind that its form or its tag says."""
 
@@ -106,7 +129,7 @@ def _document(text: str, where: str) -> dict[object, object]:
     try:
         document = yaml.load(text, Loader=_Loader)  # JSON is YAML
     except WorkloadError as error:
-        raise WorkloadError(f"{error} in {where}") from None
+        raise WorkloadError(f"{error}, in {where}") from None
     except _UNREADABLE as error:
         raise WorkloadError(f"a workload file must be YAML or JSON, got {where}: {error}") from error
     if not isinstance(document, dict) or not document:

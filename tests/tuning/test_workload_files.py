@@ -90,6 +90,36 @@ def test_limits_are_checked_before_the_work(tmp_path: Path, text: str, rule: str
     refused(path, rule)
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "lines"),
+    [
+        (f"a: {{workloads: [{ONE}]}}\nb: {{workloads: [{ONE}]}}\n'a': {{workloads: []}}", "'a'", (1, 3)),
+        (f"1: {{workloads: [{ONE}]}}\n0x1: {{workloads: [{ONE}]}}", "1", (1, 2)),
+        (f"a:\n  workloads: [{ONE}]\n  workloads: [{ONE}]", "'workloads'", (2, 3)),
+        ("a: {workloads: [{batch: 1,\nnheads: 1,\nseqlen_q: 1, seqlen_q: 2, head_dim: 8}]}", "'seqlen_q'", (3, 3)),
+        (f'{{"a": {{"workloads": ["b1-h1-s4-d8"]}},\n "a": {{"workloads": [{ONE}]}}}}', "'a'", (1, 2)),
+    ],
+    ids=["group", "equal numbers", "entries", "field", "JSON"],
+)
+def test_a_name_that_is_there_twice_is_refused_with_its_lines(
+    tmp_path: Path, text: str, name: str, lines: tuple[int, int]
+) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text(text)
+    refused(path, f"got {name} in line {lines[0]} and again in line {lines[1]}, in .*w.yaml")
+
+
+def test_a_name_may_be_that_of_a_merged_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    base = "{batch: 1, nheads: 1, seqlen_q: 1, head_dim: 8}"
+    twice = "{<<: *a, <<: {nheads: 2}, batch: 3}"
+    path.write_text(
+        f"m: {{common: &a {base}, workloads: [&b {twice}, {{<<: *b, seqlen_q: 2}}, {{<<: *b, seqlen_q: 3}}]}}"
+    )
+    (group,) = load_file(path)
+    assert [(one.batch, one.seqlen_q) for one in group.workloads] == [(3, 1), (3, 2), (3, 3)]
+
+
 def test_within_the_limits_everything_is_read(tmp_path: Path) -> None:
     path = tmp_path / "w.yaml"
     entry = ONE.replace("batch: 1", f"batch: [{', '.join(map(str, range(100)))}]")
