@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -223,8 +224,13 @@ def parse_database(path: Path) -> Path:
     """The path of a database, which need not be there.
 
     Raises:
-        CommandLineError: no file can have it.
+        CommandLineError: no file can have it, or FLASHGEN_DB, by which the file would serve, could not name it.
     """
+    if os.pathsep in str(path):
+        raise CommandLineError(
+            f"--db is one file whose path has no {os.pathsep!r}, which separates the files of FLASHGEN_DB, got "
+            f"{shown(str(path))}"
+        )
     try:
         path.stat()
     except (FileNotFoundError, PermissionError):  # what writes there says whether it can

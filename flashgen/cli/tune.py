@@ -255,7 +255,8 @@ def tune(
     others = {"--model": model, "--shape": shape, "--file": file, "--direction": direction, "--ray": ray}
     with reading():
         usual = tune_calls.EACH if until is None else tune_calls.MOST
-        spent = Budget.parse(budget or (usual if from_calls is None else tune_calls.ALL))
+        given = budget if budget is not None else usual if from_calls is None else tune_calls.ALL
+        spent = Budget.parse(given)
         check_alone("--from-calls", from_calls, {**others, "--deterministic": deterministic})
         check_cluster("--ray", ray, {"--device": device, "--dry-run": dry_run})
         searched = tuple(families.family(name).id for name in family or [])

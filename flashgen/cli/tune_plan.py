@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 def print_plan(request: Request, *, as_json: bool) -> None:
     """Print what would be done; nothing is compiled, measured or written."""
     from flashgen.cli.display import duration
-    from flashgen.db.files import present
+    from flashgen.db.files import is_unmade
     from flashgen.db.store import Store
     from flashgen.measure.gpu import versions
     from flashgen.tuning.plan import plan
 
     with contextlib.ExitStack() as stack:
-        exists = present(request.database)
+        is_new = is_unmade(request.database)
         rows = plan(
             request.workloads,
             device=_device_to_plan(request),
-            store=stack.enter_context(Store.open(request.database, read_only=True)) if exists else None,
+            store=None if is_new else stack.enter_context(Store.open(request.database, read_only=True)),
             budget=request.budget,
             measured=request.target is None,
             jobs=request.jobs,

@@ -67,6 +67,15 @@ def present(path: Path) -> bool:
         raise DatabaseError(f"a file needs a place that can be used, got {str(path)[:200]}: {error}") from error
 
 
+def is_unmade(path: Path) -> bool:
+    """Whether a database is still to be made at `path`, where there is nothing or an empty file.
+
+    Raises:
+        DatabaseError: as `present`, or there is another file.
+    """
+    return not present(path) or (path.is_file() and read_version(path) is None)
+
+
 def _prepare(path: Path, access: Access, name: Path) -> Path:
     if path.is_dir():
         raise DatabaseError(f"a tuning database is a file, got the directory {name}")

@@ -12,6 +12,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import DeviceError
 from flashgen.core.record import Versions
 from flashgen.core.workload import Workload
+from flashgen.db.files import is_unmade
 from flashgen.db.layers import Layers
 from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
@@ -173,7 +174,7 @@ def databases(path: Path, devices: Iterable[Device]) -> dict[str, Path]:
 
 def _known_devices(path: Path) -> set[str]:
     """The identities that a file has rows of."""
-    if not path.exists():
+    if is_unmade(path):
         return set()
     with Store.open(path, read_only=True) as store:
         return {device.identity for device in store.devices()}

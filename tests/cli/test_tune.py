@@ -142,6 +142,18 @@ def test_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke) -> None:
     assert all(row["status"] == "tune" and row["candidates"] > 100 for row in as_json["workloads"])
 
 
+def test_an_empty_file_is_a_database_to_be_made_and_a_dry_run_leaves_it_so(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "empty.sqlite3"
+    path.touch()
+    result = invoke("tune", "--shape", SHAPE, "--target", "h200", "--db", path, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "1 workloads" in result.stdout
+    assert [(each.name, each.stat().st_size) for each in tmp_path.glob("empty*")] == [(path.name, 0)]
+    path.write_text("mine")
+    assert invoke("tune", "--shape", SHAPE, "--target", "h200", "--db", path, "--dry-run").exit_code == 1
+    assert path.read_text() == "mine"
+
+
 def test_models_are_listed(invoke: Invoke) -> None:
     listed = invoke("tune", "--list-models").stdout
     assert all(name in listed for name in ("gpt2", "llama-3.1-8b", "flux", "sdxl", "paper"))
@@ -198,6 +210,9 @@ def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Me
         (("--shape", SHAPE, "--target", "h200s"), "did you mean h200?"),
         (("--shape", SHAPE, "--target", "h100", "--budget", "soon"), "a budget is a time like"),
         (("--shape", SHAPE, "--target", "h100", "--budget", "0"), "a budget has at least 1 trial"),
+        (("--shape", SHAPE, "--target", "h100", "--budget", ""), "a budget is a time like 20s, 2m or 1h"),
+        (("--from-calls", "calls.json", "--budget", ""), "a budget is a time like"),
+        (("--shape", SHAPE, "--db", os.pathsep.join("ab")), "--db is one file whose path has no"),
         (("--file", "nowhere.yaml"), "readable"),
         (("--shape", SHAPE, "--shard", "4/4"), "a shard is i/n"),
         (("--shape", SHAPE, "--direction", "sideways"), "a direction is one of forward, backward, both"),

@@ -291,6 +291,13 @@ def test_a_kind_that_was_there_first_keeps_its_database_when_another_joins(tmp_p
     assert runs.databases(path, [H100]) == {H100.identity: beside}
 
 
+def test_an_empty_file_has_rows_of_no_kind(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite3"
+    path.touch()
+    assert path not in runs.databases(path, [H200, H100]).values()
+    assert path.stat().st_size == 0
+
+
 @EXHAUSTIVE
 def test_what_the_first_kind_was_tuned_for_is_known_when_another_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
