@@ -21,7 +21,7 @@ def device_section(device: Device, contents: Contents) -> Section:
     entries = [each for each in contents.entries if each.record.device.identity == device.identity]
     records = [each.record for each in entries]
     clocks = [each.measurement.sm_clock_mhz for each in records if each.measurement and each.measurement.sm_clock_mhz]
-    rates = [each.tflops for each in records if each.tflops and not each.workload.is_decode]
+    rates = [each.tflops for each in records if each.measurement and each.tflops and not each.workload.is_decode]
     days = sorted(each.created[:10] for each in records if each.created)
     facts: list[tuple[str, str]] = [
         ("identity", device.identity),

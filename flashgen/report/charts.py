@@ -222,8 +222,9 @@ def registers(points: Sequence[tuple[str, int, bool, float, str]]) -> Picture:
         x = WIDTH - RIGHT - 100 * (len(shapes) + 1 - place)
         marks.append(Mark(x=x, y=TOP, shape=shape, text=name))
         labels.append(Label(x=x + 10, y=TOP + 4, text=name))
+    drawn = "" if len(chosen) == len(points) else f", {len(chosen)} of which are drawn"
     return Picture(
-        title=f"Registers against time of {len(points)} candidates",
+        title=f"Registers against time of {len(points)} candidates{drawn}",
         width=axes.width,
         height=axes.height,
         lines=axes.lines,

@@ -71,6 +71,11 @@ class Search:
         return self.log.trials[0].run
 
     @property
+    def identity(self) -> tuple[object, ...]:
+        """What tells it from other searches, whichever file it is in: without a run, that it has the same trials."""
+        return self.run or self.trials, self.workload.key, self.device.identity
+
+    @property
     def trials(self) -> tuple[Trial, ...]:
         """The trials."""
         return self.log.trials
@@ -116,11 +121,13 @@ class Contents:
 def read(paths: Sequence[Path]) -> Contents:
     """Read these files, or without any all databases that serve; a row that breaks a rule costs itself.
 
+    What several files have is there once: of a record the first file's, of a search the one with the most trials.
+
     Raises:
         DatabaseError: a file that was named cannot be read, or is not signed where a policy asks for it.
     """
     entries: dict[tuple[str, ...], Entry] = {}
-    searches: list[Search] = []
+    searches: dict[tuple[object, ...], Search] = {}
     names: list[str] = []
     with _readers(paths) as readers:
         for name, reader in readers:
@@ -129,9 +136,12 @@ def read(paths: Sequence[Path]) -> Contents:
             for record in reader.records():
                 origin = origins.get(record.identity, UNKNOWN)
                 entries.setdefault(record.identity, Entry(record=record, origin=origin, database=name))
-            searches += _searches(reader)
+            for search in _searches(reader):
+                known = searches.setdefault(search.identity, search)
+                if len(search.trials) > len(known.trials):  # the other file was copied before the search had ended
+                    searches[search.identity] = search
     ordered = [entries[identity] for identity in sorted(entries)]
-    return Contents(databases=tuple(names), entries=tuple(ordered), searches=tuple(searches))
+    return Contents(databases=tuple(names), entries=tuple(ordered), searches=tuple(searches.values()))
 
 
 @contextlib.contextmanager

@@ -114,8 +114,8 @@ def races(entries: Iterable[Entry]) -> tuple[Race, ...]:
 
 def ratio_of(record: TuningRecord) -> float | None:
     """The time of torch's fastest backend over that of a record, None where none was measured beside it."""
-    best = record.best_baseline
-    return best.median_ms / record.time_ms if best is not None and record.time_ms else None
+    best, measured = record.best_baseline, record.measurement
+    return best.median_ms / measured.median_ms if best is not None and measured is not None else None
 
 
 def ratios_to_torch(entries: Iterable[Entry]) -> tuple[Ratios, ...]:
@@ -170,21 +170,28 @@ def failures(searches: Iterable[Search]) -> tuple[Reason, ...]:
 
 
 def runs(contents: Contents) -> list[tuple[str, str, str, str, int, int]]:
-    """Each run: its id, host, budget, first day, and the numbers of its records and trials."""
-    found: dict[str, list[str | int]] = {}
+    """Each run: its id, host, budget, first day, and the numbers of its records and trials.
+
+    The first day is that of its earliest record or trial; one without a time says nothing of it.
+    """
+    made: dict[str, tuple[str, str]] = {}
+    days: defaultdict[str, list[str]] = defaultdict(list)
+    records: Counter[str] = Counter()
+    trials: Counter[str] = Counter()
     for entry in contents.entries:
         origin = entry.origin
-        row = found.setdefault(origin.run, [origin.host, origin.budget, entry.record.created[:10], 0, 0])
-        row[2], row[3] = min(str(row[2]), entry.record.created[:10]), int(row[3]) + 1
+        made.setdefault(origin.run, (origin.host, origin.budget))
+        days[origin.run].append(entry.record.created[:10])
+        records[origin.run] += 1
     for search in contents.searches:
         asked = search.log.search
-        by = (asked.host, asked.budget) if asked else ("", "")
-        row = found.setdefault(search.run, [*by, search.trials[0].created[:10], 0, 0])
-        row[4] = int(row[4]) + len(search.trials)
-    ordered = sorted(found.items(), key=lambda each: (str(each[1][2]), each[0]))
+        made.setdefault(search.run, (asked.host, asked.budget) if asked else ("", ""))
+        days[search.run] += (trial.created[:10] for trial in search.trials)
+        trials[search.run] += len(search.trials)
+    firsts = {run: min(filter(None, days[run]), default="") for run in made}
     return [
-        (run or "not written down", str(row[0]), str(row[1]), str(row[2]), int(row[3]), int(row[4]))
-        for run, row in ordered
+        (run or "not written down", *made[run], firsts[run], records[run], trials[run])
+        for run in sorted(made, key=lambda run: (firsts[run], run))
     ]
 
 

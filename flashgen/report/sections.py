@@ -17,6 +17,8 @@ from flashgen.report.parts import Section, Table
 from flashgen.tuning.report import short_config
 
 MAX_GROUPS = 40
+"""Rows of the picture of ratios; how many more groups there are is said above it."""
+
 MAX_SMALL = 24
 """Searches that have a picture of their own: those with the most trials."""
 
@@ -42,19 +44,22 @@ def winners(contents: Contents) -> Section:
     """What serves each workload, and how it compares with torch."""
     groups = figures.ratios_to_torch(contents.entries)
     ratios = [ratio for group in groups for ratio in group.ratios]
+    workloads = {entry.record.workload for entry in contents.entries}
     lines = [
-        f"{len(contents.entries)} workloads have a record. A ratio is the time of torch's fastest backend of "
+        f"{len(workloads)} workloads have a record. A ratio is the time of torch's fastest backend of "
         "scaled_dot_product_attention, measured in the same race, over the time of the record: above 1 the generated "
         "kernel is faster."
     ]
     if ratios:
         ahead = sum(ratio > 1 for ratio in ratios)
         lines.append(
-            f"Of {len(ratios)} measured beside torch {ahead} are faster; geometric mean "
+            f"Of {len(ratios)} records measured beside torch {ahead} are faster; geometric mean "
             f"{statistics.geometric_mean(ratios):.2f}x, least {min(ratios):.2f}x, most {max(ratios):.2f}x."
         )
     else:
         lines.append("None of them was measured beside a backend of torch.")
+    if len(groups) > MAX_GROUPS:
+        lines.append(f"The picture has the first {MAX_GROUPS} groups; {len(groups) - MAX_GROUPS} more are not drawn.")
     return Section(
         id="winners",
         title="Winners",
@@ -123,6 +128,14 @@ def convergence(searches: tuple[Search, ...]) -> Section:
     if not curves:
         return Section(id="convergence", title="Convergence of searches", lines=(NO_TRIALS,))
     arrived = sorted(curve.arrived for curve in curves)
+    lines = [
+        "The best time so far over the best of the same search: a line that is flat early found its winner early. "
+        "What a search did not try it cannot show.",
+        f"Half of {len(curves)} searches were within 2% of their best after {statistics.median_low(arrived)} trials, "
+        f"the last one after {arrived[-1]}.",
+    ]
+    if len(curves) > MAX_SMALL:
+        lines.append(f"The {MAX_SMALL} with the most trials have a picture of their own; the table has all of them.")
     rows = [
         (
             *(curve.search.workload.key, curve.search.device.name, curve.search.run, curve.trials),
@@ -133,12 +146,7 @@ def convergence(searches: tuple[Search, ...]) -> Section:
     return Section(
         id="convergence",
         title="Convergence of searches",
-        lines=(
-            "The best time so far over the best of the same search: a line that is flat early found its winner early. "
-            "What a search did not try it cannot show.",
-            f"Half of {len(curves)} searches were within 2% of their best after {statistics.median_low(arrived)} "
-            f"trials, the last one after {arrived[-1]}.",
-        ),
+        lines=tuple(lines),
         pictures=tuple(_convergence_pictures(curves)),
         small=tuple((curve.search.workload.key, charts.one_search(curve)) for curve in curves[:MAX_SMALL]),
         tables=(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,15 +13,18 @@ from pathlib import Path
 import pytest
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Failure, Measurement
+from flashgen.core.history import UNKNOWN, Origin
+from flashgen.core.record import Failure, Measurement, TuningRecord
 from flashgen.core.search_log import SearchLog
-from flashgen.report import charts, figures, page, sections
-from flashgen.report.contents import Entry, Search, read
+from flashgen.core.workload import Workload
+from flashgen.db.store import Store
+from flashgen.report import about, charts, figures, page, sections
+from flashgen.report.contents import Contents, Entry, Search, read
 from flashgen.report.drawing import Scale
 from flashgen.report.importance import LEAST_TRIALS, importances
 from tests.cli.conftest import Invoke
 from tests.cli.conftest import invoke as invoke  # noqa: PLC0414 - a fixture
-from tests.db.samples import CAUSAL, H100, H200, SHORT
+from tests.db.samples import CAUSAL, H100, H200, MEASURED, PREDICTED, SHORT
 from tests.report import databases
 from tests.report.databases import ATTACKS, RUN, TRIALS
 
@@ -69,7 +74,8 @@ def search_of(*values: float | None) -> Search:
 
 def test_the_page_says_what_a_database_knows(database: Path) -> None:
     found = Page(page.html(read([database]), created=MOMENT))
-    assert "Of 2 measured beside torch 1 are faster" in found.words
+    assert "3 workloads have a record" in found.words
+    assert "Of 2 records measured beside torch 1 are faster" in found.words
     assert f"within 2% of their best after" in found.words  # noqa: F541
     assert f"4 of {TRIALS} candidates failed" in found.words
     assert "needs # bytes of shared memory" in found.words
@@ -107,6 +113,76 @@ def test_a_run_and_a_device_are_shown_alone(database: Path) -> None:
     for asked in ({"run": "none"}, {"device": H100}):
         with pytest.raises(DatabaseError, match="a report needs records or trials"):
             contents.of(**asked)  # type: ignore[arg-type]
+
+
+def fact(entries: Iterable[Entry], name: str) -> str | None:
+    """What the section of the H200 says under a name."""
+    table = about.device_section(H200, Contents(databases=(), entries=tuple(entries))).tables[0]
+    return next((str(value) for fact, value in table.rows if fact == name), None)
+
+
+def entry_of(record: TuningRecord) -> Entry:
+    return Entry(record=record, origin=UNKNOWN, database="mine")
+
+
+def test_a_workload_with_several_records_is_one_workload() -> None:
+    others = (PREDICTED, replace(MEASURED, device=H100))
+    contents = Contents(databases=(), entries=tuple(map(entry_of, (MEASURED, *others))))
+    first = sections.winners(contents).lines
+    assert first[0].startswith("1 workloads have a record.")
+    assert first[1].startswith("Of 2 records measured beside torch ")
+
+
+def test_the_fastest_record_was_measured() -> None:
+    predicted = entry_of(replace(PREDICTED, predicted_ms=0.01, baselines=MEASURED.baselines))
+    assert fact([predicted], "fastest record") is None
+    assert figures.ratio_of(predicted.record) is None  # no race was run that torch could have been in
+    fastest = fact([entry_of(MEASURED)], "fastest record")
+    assert fastest is not None
+    assert fact([entry_of(MEASURED), predicted], "fastest record") == fastest
+
+
+def test_a_search_that_several_files_have_is_one_search(database: Path, tmp_path: Path) -> None:
+    """A copy made while it went on has fewer of its trials, and one of before runs were written down has no name."""
+    (whole,) = read([database]).searches
+    part, nameless = tmp_path / "part.sqlite3", tmp_path / "nameless.sqlite3"
+    for path, run in ((part, RUN), (nameless, "")):
+        with Store.open(path) as store:
+            for trial in whole.trials[:5]:
+                store.put_trial(replace(trial, run=run))
+    assert read([part, database, part]).searches == (whole,)
+    assert read([database, part]).searches == (whole,)
+    again = tmp_path / "again.sqlite3"
+    shutil.copy(nameless, again)
+    found = read([nameless, database, again]).searches
+    assert [(search.run, len(search.trials)) for search in found] == [("", 5), (RUN, TRIALS)]
+
+
+def test_a_run_begins_with_its_earliest_record_or_trial() -> None:
+    late = replace(MEASURED, created="2026-11-22T12:00:00+00:00")
+    entry = Entry(record=late, origin=Origin(run=RUN, host="node7", budget="40 trials"), database="mine")
+    days = ("2026-11-21T01:00:00+00:00", "2026-11-20T23:00:00+00:00", "")
+    trials = tuple(
+        databases.trial(number, config, created=day)
+        for number, (config, day) in enumerate(zip(databases.configs(3), days, strict=True), 1)
+    )
+    search = Search(log=SearchLog(search=None, trials=trials))
+    contents = Contents(databases=(), entries=(entry,), searches=(search,))
+    assert figures.runs(contents) == [(RUN, "node7", "40 trials", "2026-11-20", 1, 3)]
+
+
+def test_what_a_picture_leaves_out_is_said() -> None:
+    workloads = [Workload.parse(f"b1-h1-s64-d{16 * n}{causal}") for n in range(1, 17) for causal in ("", "-causal")]
+    workloads += [replace(workload, dtype="fp16") for workload in workloads[:10]]
+    entries = tuple(entry_of(replace(MEASURED, workload=workload)) for workload in workloads)
+    lines = sections.winners(Contents(databases=(), entries=entries)).lines
+    assert lines[-1] == "The picture has the first 40 groups; 2 more are not drawn."
+    assert "not drawn" not in " ".join(sections.winners(Contents(databases=(), entries=entries[:40])).lines)
+    few, many = (sections.convergence((search_of(1.0, 2.0),) * count).lines for count in (24, 25))
+    assert len(few) == 2
+    assert many[2] == "The 24 with the most trials have a picture of their own; the table has all of them."
+    points = [("forward", 32, False, 1.0, "text")] * (charts.MAX_SHOWN + 1)
+    assert charts.registers(points).title == "Registers against time of 2001 candidates, 1001 of which are drawn"
 
 
 def test_curves_tell_when_a_search_had_arrived() -> None:
