@@ -19,6 +19,7 @@ from flashgen.cli.main import app
 from flashgen.cli.tune import INTERRUPTED, NO_VALID_CANDIDATE
 from flashgen.codegen.families import FAMILIES
 from flashgen.core import settings
+from flashgen.tuning.workloads import collect
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -169,6 +170,18 @@ def test_commands_exist_with_the_options_that_pages_give(page: str, line: str) -
     shown = help_text(*words[: 2 if words[0] == "db" else 1])
     for option in (word for word in words if word.startswith("--")):
         assert re.search(rf"{option}\b", shown), f"{page}: {line}"
+
+
+def test_models_that_commands_name_exist() -> None:
+    """Also those of commands in loops and behind `srun`, whose lines begin with something else."""
+    named = set()
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if "flashgen tune" in line:
+                named |= {(page.name, model) for model in re.findall(r"--model[ =]([\w.-]+)", line)}
+    assert len(named) > 10
+    for page_name, model in named:
+        assert collect(models=[model]), page_name
 
 
 def test_exit_codes_are_those_of_the_command() -> None:
