@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashgen.cli import completion
+from flashgen.cli import completion, output
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
-from flashgen.core.errors import ConfigError, FlashgenError, WorkloadError
+from flashgen.core.errors import ConfigError, DeviceError, FlashgenError, WorkloadError
 from flashgen.core.names import meant
 from flashgen.core.quoting import shown
 from flashgen.core.record import PROVENANCES
@@ -94,14 +94,38 @@ def reading() -> Iterator[None]:
         raise CommandLineError(str(error)) from error
 
 
-def named_device(text: str | None) -> Device | None:
-    """The device of `--device`, None without one.
+def named_device(text: str | None, stored: Iterable[Device] | None = None) -> Device | None:
+    """The device of `--device`, None without one: a catalogued GPU, else one that databases have.
+
+    Args:
+        text: its name.
+        stored: the devices of what the command reads; without, those of all databases that serve.
 
     Raises:
-        CommandLineError: no GPU has that name.
+        CommandLineError: no GPU has that name, or several have.
     """
+    if text is None:
+        return None
+    with contextlib.suppress(DeviceError):  # no database needs to be opened for a catalogued one
+        return find_device(text)
+    known = stored_devices() if stored is None else stored
     with reading():
-        return None if text is None else find_device(text)
+        return find_device(text, known)
+
+
+def stored_devices() -> list[Device]:
+    """The devices of all databases that serve."""
+    from flashgen.db.layers import Layers
+
+    found: list[Device] = []
+    with Layers.open() as layers:
+        for layer in layers.layers:
+            try:
+                with layer.store as store:
+                    found += store.devices()
+            except FlashgenError as error:  # noqa: PERF203 - one that cannot be read costs no name of the others
+                output.note(f"no GPU of {layer.name} can be named: {error}")
+    return found
 
 
 def named_provenance(text: str | None) -> str | None:
@@ -160,9 +184,9 @@ def pick_device(target: str | None) -> tuple[Device, str]:
     Raises:
         CommandLineError: no GPU has that name.
     """
-    if target is not None:
-        with reading():
-            return find_device(target), ""
+    named = named_device(target)
+    if named is not None:
+        return named, ""
     here = device_here()
     if here is not None:
         return here, ""

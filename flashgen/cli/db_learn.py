@@ -80,10 +80,10 @@ def _device(logs: list[tuple[str, SearchLog]], records: list[TuningRecord], name
     Raises:
         DatabaseError: there are several, or none.
     """
-    named = named_device(name)
+    every = [*(log.search.device for _, log in logs if log.search), *(record.device for record in records)]
+    named = named_device(name, every)
     if named is not None:
         return named
-    every = [*(log.search.device for _, log in logs if log.search), *(record.device for record in records)]
     kinds = {each.identity: each for each in reversed(every)}
     if not kinds:
         raise DatabaseError("what to learn from are records or tables, and there are none")

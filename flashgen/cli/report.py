@@ -28,6 +28,7 @@ def report(
     from flashgen.report.contents import read
     from flashgen.report.page import write
 
-    contents = read(databases or []).of(device=named_device(device), run=run)
+    everything = read(databases or [])
+    contents = everything.of(device=named_device(device, everything.devices), run=run)
     write(contents, path)
     output.say(f"{len(contents.entries)} records and {len(contents.searches)} searches written to {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flashgen.core import checks
@@ -236,20 +237,52 @@ CATALOGUE: tuple[Device, ...] = tuple(
 """Known devices, from the vendors' public data sheets."""
 
 
-def find_device(text: str) -> Device:
-    """The catalogued device that `text` names: `h100`, `RTX 4090`, `sm_86`, `gfx942`, an identity or a slug.
+def find_device(text: str, stored: Iterable[Device] = ()) -> Device:
+    """The device that `text` names: `h100`, `RTX 4090`, `sm_86`, `gfx942`, an identity or a slug.
+
+    Args:
+        text: the name; case, and characters that are neither letters nor digits, do not count.
+        stored: devices of databases, which are named in the same ways where no catalogued one is.
 
     Raises:
-        DeviceError: no catalogued device has that name; the message lists them.
+        DeviceError: no device has that name, or several stored ones have; the message lists them.
     """
-    wanted = re.sub(r"[^a-z0-9]+", "", checks.text("a target", text, DeviceError, MAX_NAME).lower())
-    every: list[str] = []
+    wanted = _bare(checks.text("a target", text, DeviceError, MAX_NAME))
     for device in CATALOGUE:
-        names = {device.slug, device.identity, device.arch}
-        short = device.slug.removeprefix("nvidia_").removeprefix("amd_")
-        names |= {short, short.removeprefix("rtx_"), short.removeprefix("rx_")}
-        if wanted in {re.sub(r"[^a-z0-9]+", "", name) for name in names}:
+        if wanted in map(_bare, _names(device)):
             return device
-        every += sorted(names)
-    known = ", ".join(f"{device.slug} ({device.arch})" for device in CATALOGUE)
-    raise DeviceError(f"a target is one of {known}, or an architecture of them; got {shown(text)}{meant(text, every)}")
+    others = tuple(stored)
+    found = _stored(others, text)
+    if len(found) > 1:
+        raise DeviceError(f"a target is one device, and {shown(text)} names several: {', '.join(sorted(found))}")
+    if found:
+        return next(iter(found.values()))
+    catalogued = {device.identity for device in CATALOGUE}
+    known = [f"{device.slug} ({device.arch})" for device in CATALOGUE]
+    known += sorted({f"{each.identity} ({shown(each.name)})" for each in others if each.identity not in catalogued})
+    every = [name for device in (*CATALOGUE, *others) for name in sorted(_names(device))]
+    raise DeviceError(
+        f"a target is one of {', '.join(known)}, or an architecture of them; got {shown(text)}{meant(text, every)}"
+    )
+
+
+def _stored(devices: Sequence[Device], text: str) -> dict[str, Device]:
+    """Those that a text names, by identity: the one of this identity, else those of this name, else of one like it."""
+    bare = _bare(text)
+    rules: tuple[Callable[[Device], bool], ...] = (
+        lambda device: device.identity == text,
+        lambda device: device.name == text,
+        lambda device: bare != "" and bare in map(_bare, _names(device)),
+    )
+    named = ({device.identity: device for device in devices if rule(device)} for rule in rules)
+    return next(filter(None, named), {})
+
+
+def _names(device: Device) -> set[str]:
+    """What a device is asked for by."""
+    short = device.slug.removeprefix("nvidia_").removeprefix("amd_")
+    return {device.slug, device.identity, device.arch, short, short.removeprefix("rtx_"), short.removeprefix("rx_")}
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "", text.lower())

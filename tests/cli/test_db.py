@@ -10,7 +10,21 @@ import pytest
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke, own
-from tests.db.samples import CAUSAL, CONFIG, H200, HARD_TIMES, MEASURED, PROFILE_TIMES, SHORT, WIDE, hard, on_profiles
+from tests.db.samples import (
+    CAUSAL,
+    CONFIG,
+    FAILED,
+    H200,
+    HARD_TIMES,
+    MEASURED,
+    PROFILE_TIMES,
+    RTX_4090,
+    SHORT,
+    WIDE,
+    hard,
+    on_profiles,
+    timed,
+)
 from tests.db.schemas import execute
 
 
@@ -50,6 +64,50 @@ def test_list_as_json_and_narrowed(invoke: Invoke, tuned: Path) -> None:
         result = invoke("db", *wrong)
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert rule in result.stderr
+
+
+LAPTOP = replace(RTX_4090, name="NVIDIA GeForce RTX 4090 Laptop GPU", num_sms=76, memory_gb=16)
+TRIED = replace(LAPTOP, name="NVIDIA GeForce RTX 4080 Laptop GPU", num_sms=58)
+
+
+@pytest.fixture
+def laptops(tuned: Path) -> Path:
+    """The user database with two GPUs that the catalogue lacks: a record of one, and trials of the other."""
+    with Store.open(tuned) as store:
+        store.put_record(replace(timed(MEASURED, 20.0), device=LAPTOP))
+        store.put_trial(replace(FAILED, device=TRIED))
+    return tuned
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("db", "list", "--device"),
+        ("db", "show", CAUSAL.key, "--device"),
+        ("db", "history", CAUSAL.key, "--device"),
+        ("db", "export", "laptop.sqlite3", "--device"),
+        ("db", "learn", "--device"),
+        ("report", "--output", "laptop.html", "--device"),
+        ("explain", CAUSAL.key, "--target"),
+        ("render", CAUSAL.key, "--target"),
+    ],
+    ids=" ".join,
+)
+def test_commands_take_a_gpu_that_only_a_database_knows(
+    invoke: Invoke, laptops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, LAPTOP.name)
+    assert result.exit_code == 0, result.output
+    result = invoke(*arguments, "RTX 4091")
+    assert result.exit_code == 2
+    assert f"{LAPTOP.identity} ('{LAPTOP.name}')" in result.stderr
+
+
+def test_a_gpu_of_which_there_are_trials_alone_has_a_name(invoke: Invoke, laptops: Path) -> None:
+    shown = invoke("db", "trials", "--device", TRIED.name).stdout
+    assert shown.count(TRIED.identity) == 1
+    assert H200.identity not in shown
 
 
 def test_show_tells_everything_of_a_workload(invoke: Invoke, tuned: Path) -> None:

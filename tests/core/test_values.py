@@ -6,6 +6,7 @@ import os
 import pwd
 import tempfile
 import warnings
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -40,6 +41,27 @@ def test_identities_tell_models_apart() -> None:
 )
 def test_devices_are_found_by_the_names_people_use(text: str, name: str) -> None:
     assert find_device(text).name == name
+
+
+def test_devices_of_databases_are_found_by_the_same_names_behind_the_catalogued_ones() -> None:
+    known = find_device("rtx 4090")
+    laptop = replace(known, name="NVIDIA GeForce RTX 4090 Laptop GPU", num_sms=76, memory_gb=16)
+    namesake = replace(known, name="NVIDIA H200", num_sms=99)
+    nameless = replace(known, name="\u663e\u5361", num_sms=98)
+    small, large = (replace(known, name=f"T4 ({sms})", arch="sm75", num_sms=sms) for sms in (40, 72))
+    thief = replace(known, name=laptop.identity, num_sms=97)
+    stored = (laptop, namesake, nameless, small, large, thief)
+    for text in (laptop.name, "geforce-rtx-4090-laptop-gpu", laptop.identity):
+        assert find_device(text, stored) == laptop
+    assert find_device("h200", stored) == find_device("h200")
+    assert find_device(namesake.identity, stored) == namesake
+    assert find_device(nameless.name, stored) == nameless
+    assert find_device("t4 40", stored) == small
+    with pytest.raises(DeviceError, match=f"names several: {small.identity}, {large.identity}"):
+        find_device("sm75", stored)
+    for text in ("", "voodoo2"):
+        with pytest.raises(DeviceError, match=rf"nvidia_h200.* {laptop.identity} \('NVIDIA GeForce RTX 4090 Laptop"):
+            find_device(text, stored)
 
 
 def test_an_unknown_device_lists_the_known_ones() -> None:
