@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import io
 import os
 import sys
 import warnings
@@ -138,8 +140,11 @@ def _options(
 def main() -> None:
     """The entry point of the installed command."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this
+        stream = getattr(sys, name)
+        if stream is None:  # closed by who started this
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
+        elif isinstance(stream, io.TextIOWrapper):  # names of others have characters that an encoding may lack
+            stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = _show_warning
     app(prog_name="flashgen")
 
@@ -153,4 +158,10 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """One line for people; where in flashgen it was raised does not help them."""
-    output.say(f"warning: {' '.join(str(message).split())}", err=True)
+    _warn_once(" ".join(str(message).split()))
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """A command may open the same database several times; the filters of `warnings` forget when another is added."""
+    output.say(f"warning: {message}", err=True)

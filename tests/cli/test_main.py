@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,14 @@ from flashgen._version import __version__
 from flashgen.cli import main
 from flashgen.cli.arguments import CommandLineError
 from flashgen.core.errors import DatabaseError, FlashgenError
+from flashgen.core.record import Failure
+from flashgen.db.store import Store
 from tests.cli.conftest import ROOT, Invoke, own
+from tests.db.samples import CAUSAL, FAILED, MEASURED, RTX_4090, timed
 from tests.tiers import EXHAUSTIVE, first
 
 FULL = Path("/dev/full")
+FOREIGN = "\u663e\u5361"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -99,6 +105,38 @@ def test_a_warning_is_one_line(command: Run, tuned: object) -> None:
     assert own(result.stdout) == []  # and nothing but JSON on that stream
     assert result.stderr.startswith(f"warning: tuning database {path} is not used: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def foreign(tuned: Path) -> Path:
+    """The user database with a record and a trial of a GPU with a foreign name."""
+    device = replace(RTX_4090, name=FOREIGN, num_sms=76)
+    with Store.open(tuned) as store:
+        store.put_record(replace(timed(MEASURED, 20.0), device=device))
+        store.put_trial(replace(FAILED, device=device, outcome=Failure(stage="build", reason=FOREIGN)))
+    return tuned
+
+
+def test_a_warning_comes_once_however_often_a_database_is_opened(
+    foreign: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that is not in the catalogue is looked for in all databases before the command opens them."""
+    broken = tmp_path / "broken.sqlite3"
+    broken.write_text("no database")
+    monkeypatch.setenv("FLASHGEN_DB", f"{foreign}{os.pathsep}{broken}")
+    result = command("db", "list", "--device", FOREIGN)
+    assert result.returncode == 0
+    assert result.stderr.count("warning: ") == 1
+
+
+@pytest.mark.parametrize("arguments", first(1, ["trials --csv", "list", f"show {CAUSAL.key}"]))
+def test_characters_that_the_output_cannot_encode_are_escaped(
+    foreign: Path, command: Run, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    result = command("db", *arguments.split(), "--device", FOREIGN)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert r"\u663e\u5361" in result.stdout
 
 
 def test_ctrl_c_ends_a_process_with_130() -> None:
