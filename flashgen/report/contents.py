@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from flashgen.core.device import Device
-from flashgen.core.errors import DatabaseError
+from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.history import UNKNOWN, Origin
-from flashgen.core.quoting import shown
+from flashgen.core.quoting import printable, shown
 from flashgen.core.record import Failure, Measurement, Trial, TuningRecord
 from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
@@ -20,6 +22,9 @@ from flashgen.db.reader import Reader
 from flashgen.db.store import Store
 from flashgen.db.trials import search_logs
 from flashgen.measure.scores import compared
+from flashgen.report.plausible import LEAST_MS, MOST_MS, is_plausible, is_plausible_trial
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +136,18 @@ def read(paths: Sequence[Path]) -> Contents:
     names: list[str] = []
     with _readers(paths) as readers:
         for name, reader in readers:
+            try:
+                found, tried = _entries(name, reader), _searches(name, reader)
+            except FlashgenError as error:
+                if paths:
+                    raise
+                # as at opening: of the databases that serve, none is able to stop the others
+                warnings.warn(printable(f"tuning database {name} is not used: {error}", lines=True), stacklevel=2)
+                continue
             names.append(name)
-            origins = origins_of(reader)
-            for record in reader.records():
-                origin = origins.get(record.identity, UNKNOWN)
-                entries.setdefault(record.identity, Entry(record=record, origin=origin, database=name))
-            for search in _searches(reader):
+            for entry in found:
+                entries.setdefault(entry.record.identity, entry)
+            for search in tried:
                 known = searches.setdefault(search.identity, search)
                 if len(search.trials) > len(known.trials):  # the other file was copied before the search had ended
                     searches[search.identity] = search
@@ -153,9 +164,27 @@ def _readers(paths: Sequence[Path]) -> Iterator[Iterable[tuple[str, Reader]]]:
         yield [(layer.name, layer.reader) for layer in layers.layers]
 
 
-def _searches(reader: Reader) -> list[Search]:
+def _entries(name: str, reader: Reader) -> Sequence[Entry]:
+    origins = origins_of(reader)
+    found = [
+        Entry(record=record, origin=origins.get(record.identity, UNKNOWN), database=name) for record in reader.records()
+    ]
+    return _plausible(found, lambda entry: is_plausible(entry.record, entry.origin), f"{name}: records")
+
+
+def _searches(name: str, reader: Reader) -> list[Search]:
     with Store(reader) as store:
         if not store.counts()["trials"]:
             return []
-        logs = search_logs(store, store.workloads(), store.devices())
-        return [Search(log=log) for log in logs if log.trials]
+        logs = list(search_logs(store, store.workloads(), store.devices()))
+    kept = [replace(log, trials=tuple(_plausible(log.trials, is_plausible_trial, f"{name}: trials"))) for log in logs]
+    return [Search(log=log) for log in kept if log.trials]
+
+
+def _plausible(found: Sequence[V], rule: Callable[[V], bool], name: str) -> Sequence[V]:
+    kept = [each for each in found if rule(each)]
+    if len(kept) < len(found):
+        count = len(found) - len(kept)
+        reason = f"a report has times from {LEAST_MS:g} to {MOST_MS:g} ms, and {count} have others"
+        warnings.warn(printable(f"{name} are left out: {reason}"), stacklevel=2)
+    return kept

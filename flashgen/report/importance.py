@@ -52,7 +52,9 @@ def importances(searches: Iterable[Search]) -> tuple[Importance, ...]:
 
 
 def _shares(tried: list[tuple[Config, float]]) -> dict[str, float]:
-    if len(tried) < LEAST_TRIALS:
+    if (
+        len(tried) < LEAST_TRIALS or len({value for _, value in tried}) == 1
+    ):  # where all took equally long, none decides
         return {}
     knobs = [dict(config.knobs) for config, _ in tried]
     values = {name: tuple(sorted({each[name] for each in knobs}, key=str)) for name in knobs[0]}

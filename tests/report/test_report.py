@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,7 +16,6 @@ from flashgen.core.history import UNKNOWN, Origin
 from flashgen.core.record import Failure, Measurement, TuningRecord
 from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
-from flashgen.db.store import Store
 from flashgen.report import about, charts, figures, page, sections
 from flashgen.report.contents import Contents, Entry, Search, read
 from flashgen.report.drawing import Scale
@@ -142,22 +140,6 @@ def test_the_fastest_record_was_measured() -> None:
     assert fact([entry_of(MEASURED), predicted], "fastest record") == fastest
 
 
-def test_a_search_that_several_files_have_is_one_search(database: Path, tmp_path: Path) -> None:
-    """A copy made while it went on has fewer of its trials, and one of before runs were written down has no name."""
-    (whole,) = read([database]).searches
-    part, nameless = tmp_path / "part.sqlite3", tmp_path / "nameless.sqlite3"
-    for path, run in ((part, RUN), (nameless, "")):
-        with Store.open(path) as store:
-            for trial in whole.trials[:5]:
-                store.put_trial(replace(trial, run=run))
-    assert read([part, database, part]).searches == (whole,)
-    assert read([database, part]).searches == (whole,)
-    again = tmp_path / "again.sqlite3"
-    shutil.copy(nameless, again)
-    found = read([nameless, database, again]).searches
-    assert [(search.run, len(search.trials)) for search in found] == [("", 5), (RUN, TRIALS)]
-
-
 def test_a_run_begins_with_its_earliest_record_or_trial() -> None:
     late = replace(MEASURED, created="2026-11-22T12:00:00+00:00")
     entry = Entry(record=late, origin=Origin(run=RUN, host="node7", budget="40 trials"), database="mine")
@@ -169,6 +151,10 @@ def test_a_run_begins_with_its_earliest_record_or_trial() -> None:
     search = Search(log=SearchLog(search=None, trials=trials))
     contents = Contents(databases=(), entries=(entry,), searches=(search,))
     assert figures.runs(contents) == [(RUN, "node7", "40 trials", "2026-11-20", 1, 3)]
+
+
+def test_a_search_whose_candidates_took_equally_long_says_nothing_of_knobs() -> None:
+    assert importances([search_of(*[1.0] * LEAST_TRIALS)]) == ()
 
 
 def test_what_a_picture_leaves_out_is_said() -> None:
