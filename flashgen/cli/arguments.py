@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ import typer
 
 from flashgen.cli import completion, output
 from flashgen.core.config import Config, KnobValue
-from flashgen.core.device import Device, find_device
+from flashgen.core.device import Device, find_among, find_device
 from flashgen.core.errors import ConfigError, DeviceError, FlashgenError, WorkloadError
 from flashgen.core.names import meant
 from flashgen.core.quoting import shown
@@ -94,7 +94,7 @@ def reading() -> Iterator[None]:
         raise CommandLineError(str(error)) from error
 
 
-def named_device(text: str | None, stored: Iterable[Device] | None = None) -> Device | None:
+def named_device(text: str | None, stored: Sequence[Device] | None = None) -> Device | None:
     """The device of `--device`, None without one: a catalogued GPU, else one that databases have.
 
     Args:
@@ -110,7 +110,7 @@ def named_device(text: str | None, stored: Iterable[Device] | None = None) -> De
         return find_device(text)
     known = stored_devices() if stored is None else stored
     with reading():
-        return find_device(text, known)
+        return find_among(text, known)
 
 
 def stored_devices() -> list[Device]:

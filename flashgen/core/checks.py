@@ -20,6 +20,12 @@ Error = type[FlashgenError]
 MAX_INTEGER = 2**63 - 1
 """What fits into an integer of a database, and of torch."""
 
+LEAST_MS, MOST_MS = 1e-6, 1e9
+"""Of a time that a kernel can take, so that ratios, means and products of times are numbers: 1 ns, and eleven days."""
+
+TIMES = f"times are from {LEAST_MS:g} to {MOST_MS:g} ms"
+"""The rule in words."""
+
 MAX_SIZE = 2**31 - 1
 """Of a batch, a number of heads, a length: kernels count in 32 bits."""
 
@@ -55,6 +61,11 @@ def real_number(name: str, value: object, error: Error = WorkloadError) -> float
         return float(value)
     except OverflowError:
         raise error(f"{name} must be a number with a place among the floats, got {shown(value)}") from None
+
+
+def are_times(times_ms: Iterable[float]) -> bool:
+    """Whether all of these, in ms, are times that a kernel can take; NaN is none."""
+    return all(LEAST_MS <= time_ms <= MOST_MS for time_ms in times_ms)
 
 
 def flag(name: str, value: object, error: Error = WorkloadError) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashgen.core import checks
@@ -237,8 +237,17 @@ CATALOGUE: tuple[Device, ...] = tuple(
 """Known devices, from the vendors' public data sheets."""
 
 
-def find_device(text: str, stored: Iterable[Device] = ()) -> Device:
-    """The device that `text` names: `h100`, `RTX 4090`, `sm_86`, `gfx942`, an identity or a slug.
+def find_device(text: str) -> Device:
+    """The catalogued device that `text` names: `h100`, `RTX 4090`, `sm_86`, `gfx942`, an identity or a slug.
+
+    Raises:
+        DeviceError: no catalogued device has that name; the message lists them.
+    """
+    return find_among(text, ())
+
+
+def find_among(text: str, stored: Sequence[Device]) -> Device:
+    """The catalogued device that `text` names, or else one of `stored`.
 
     Args:
         text: the name; case, and characters that are neither letters nor digits, do not count.
@@ -251,16 +260,15 @@ def find_device(text: str, stored: Iterable[Device] = ()) -> Device:
     for device in CATALOGUE:
         if wanted in map(_bare, _names(device)):
             return device
-    others = tuple(stored)
-    found = _stored(others, text)
+    found = _stored(stored, text)
     if len(found) > 1:
         raise DeviceError(f"a target is one device, and {shown(text)} names several: {', '.join(sorted(found))}")
     if found:
         return next(iter(found.values()))
     catalogued = {device.identity for device in CATALOGUE}
     known = [f"{device.slug} ({device.arch})" for device in CATALOGUE]
-    known += sorted({f"{each.identity} ({shown(each.name)})" for each in others if each.identity not in catalogued})
-    every = [name for device in (*CATALOGUE, *others) for name in sorted(_names(device))]
+    known += sorted({f"{each.identity} ({shown(each.name)})" for each in stored if each.identity not in catalogued})
+    every = [name for device in (*CATALOGUE, *stored) for name in sorted(_names(device))]
     raise DeviceError(
         f"a target is one of {', '.join(known)}, or an architecture of them; got {shown(text)}{meant(text, every)}"
     )

@@ -9,6 +9,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from flashgen.core.checks import TIMES, are_times
 from flashgen.core.config import Config
 from flashgen.core.errors import MeasureError
 from flashgen.core.lengths import ALL_PROFILES
@@ -37,8 +38,8 @@ class RunnerUp:
 
     def __post_init__(self) -> None:
         every = (self.times_ms, self.hard_times_ms, *(times_ms for _, times_ms in self.profile_times_ms))
-        if not self.times_ms or any(not 0 < time < float("inf") for times_ms in every for time in times_ms):
-            raise MeasureError(f"times of a runner-up are finite and above 0 ms, got {self.times_ms}")
+        if not self.times_ms or not all(map(are_times, every)):
+            raise MeasureError(f"a runner-up has at least one time, and {TIMES}, got {every}")
         others = every[1:] if self.hard_times_ms else every[2:]
         if any(len(times_ms) != len(self.times_ms) for times_ms in others):
             raise MeasureError(f"times of a runner-up are of the same rounds as {self.times_ms}, got {others}")

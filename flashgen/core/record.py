@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
+from flashgen.core.checks import TIMES, are_times
 from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -64,10 +65,12 @@ class Measurement:
     confidence: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.times_ms or any(not 0 < t < float("inf") for t in self.times_ms):
-            raise MeasureError(f"a measurement has at least one time, each finite and above 0 ms, got {self.times_ms}")
-        if any(not 0 < t < float("inf") for t in self.hard_times_ms):
-            raise MeasureError(f"times on hard data are finite and above 0 ms, got {self.hard_times_ms}")
+        if not self.times_ms or not are_times(self.times_ms):
+            raise MeasureError(f"a measurement has at least one time, and {TIMES}, got {self.times_ms}")
+        if not are_times(self.hard_times_ms):
+            raise MeasureError(f"on hard data {TIMES}, got {self.hard_times_ms}")
+        if self.reference_ms is not None and not are_times([self.reference_ms]):
+            raise MeasureError(f"of a reference kernel {TIMES}, got {self.reference_ms}")
         if self.confidence is not None and not 0 <= self.confidence <= 1:
             raise MeasureError(f"confidence is from 0 to 1, got {self.confidence}")
         if self.hard_times_ms and len(self.hard_times_ms) != len(self.times_ms):
@@ -75,10 +78,8 @@ class Measurement:
                 f"times on hard data are of the same rounds as {self.times_ms}, got {self.hard_times_ms}"
             )
         for profile, times_ms in self.profile_times_ms:
-            if profile not in ALL_PROFILES or any(not 0 < t < float("inf") for t in times_ms):
-                raise MeasureError(
-                    f"times on a profile of lengths are finite and above 0 ms, got {profile}: {times_ms}"
-                )
+            if profile not in ALL_PROFILES or not are_times(times_ms):
+                raise MeasureError(f"on a profile of lengths {TIMES}, got {profile}: {times_ms}")
             if len(times_ms) != len(self.times_ms):
                 raise MeasureError(f"times on {profile} are of the same rounds as {self.times_ms}, got {times_ms}")
 
@@ -179,6 +180,10 @@ class Baseline:
 
     impl: str
     median_ms: float
+
+    def __post_init__(self) -> None:
+        if not are_times([self.median_ms]):
+            raise MeasureError(f"of a baseline {TIMES}, got {self.median_ms}")
 
 
 SPLIT = "split"

@@ -188,26 +188,21 @@ class Layers:
     ) -> list[tuple[SearchLog, str]]:
         """What searches tried, each once, with the name of its layer; narrowed by what is given.
 
-        Of a search that several layers have, the copy with the most rows counts, of equal ones the first: a file may
-        have been copied while the search went on.
-
         Args:
             workload: what was searched for.
             device: of this device identity.
             run: of this run.
             first_only: only those in the layer that is written to.
         """
-        from flashgen.db.trials import identity_of
+        from flashgen.db.trials import without_copies
 
-        found: dict[tuple[object, ...], tuple[SearchLog, str]] = {}
+        found: list[tuple[SearchLog, str]] = []
         for layer in tuple(self._layers):
             if first_only and layer.name != self.first_name:
                 continue
-            for log in self._ask(layer, lambda _: _searched(layer.store, workload, device, run)) or ():  # noqa: B023
-                search = identity_of(log)
-                if search not in found or _rows(log) > _rows(found[search][0]):
-                    found[search] = log, layer.name
-        return list(found.values())
+            logs = self._ask(layer, lambda _: _searched(layer.store, workload, device, run))  # noqa: B023
+            found += [(log, layer.name) for log in logs or ()]
+        return without_copies(found)
 
     def past(self, workload: Workload, device: Device | None = None) -> list[tuple[Past, str]]:
         """Who made the records of a workload and what they took the place of, by layer, with its name."""
@@ -256,10 +251,6 @@ def _searched(store: Store, workload: Workload | None, device: Device | None, ru
             return []
         workloads = [workload] if workload else store.workloads()
         return list(search_logs(store, workloads, [device] if device else store.devices(), run))
-
-
-def _rows(log: SearchLog) -> int:
-    return len(log.trials) + len(log.finalists)
 
 
 def is_absent(path: Path) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flashgen.core.checks import TIMES, are_times
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
@@ -182,8 +183,8 @@ def _list_of_times(times: object, name: str) -> tuple[float, ...]:
 
 def _predicted_time(row: TrialRow) -> float:
     times = _times_ms(row.times_ms)
-    if len(times) != 1 or times[0] <= 0:
-        raise DatabaseError(f"a prediction has one time above 0, got {_quoted(row.times_ms)}")
+    if len(times) != 1 or not are_times(times):
+        raise DatabaseError(f"a prediction has one time, and {TIMES}, got {_quoted(row.times_ms)}")
     return times[0]
 
 
@@ -202,8 +203,6 @@ def measurement_of(row: RecordRow | TrialRow | FinalistRow, hard: str | None = N
         raise DatabaseError(
             f"errors are 0 or more, the mean at most the largest, got {measured.mean_error} and {measured.max_error}"
         )
-    if measured.reference_ms is not None and measured.reference_ms <= 0:
-        raise DatabaseError(f"reference_ms must be above 0, got {measured.reference_ms}")
     if measured.sm_clock_mhz is not None and not 0 <= measured.sm_clock_mhz <= MAX_CLOCK_MHZ:
         raise DatabaseError(f"sm_clock_mhz must be in [0, {MAX_CLOCK_MHZ}], got {measured.sm_clock_mhz}")
     return measured
@@ -240,16 +239,13 @@ def config_of(row: RecordRow | TrialRow | FinalistRow, validate: Validate) -> Co
 
 
 def _baseline(row: BaselineRow) -> Baseline:
-    median_ms = typed("median_ms", row.median_ms, "float")
-    if median_ms <= 0:
-        raise DatabaseError(f"an baseline's median_ms must be above 0, got {median_ms}")
-    return Baseline(impl=typed("impl", row.impl, "str"), median_ms=median_ms)
+    return Baseline(impl=typed("impl", row.impl, "str"), median_ms=typed("median_ms", row.median_ms, "float"))
 
 
 def _predicted(value: object) -> float | None:
     predicted: float | None = typed("predicted_ms", value, "float | None")
-    if predicted is not None and predicted <= 0:
-        raise DatabaseError(f"predicted_ms must be above 0, got {predicted}")
+    if predicted is not None and not are_times([predicted]):
+        raise DatabaseError(f"of a prediction {TIMES}, got {predicted}")
     return predicted
 
 

@@ -7,7 +7,7 @@ those of one search compare beside their `reference_ms` alone; the races of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from flashgen.core.device import Device
@@ -91,12 +91,22 @@ def _run_of(log: SearchLog) -> str:
     return next((each.run for each in known if each is not None), "")
 
 
-def identity_of(log: SearchLog) -> tuple[object, ...]:
-    """What two copies of a search have in common: its run, workload and device.
+def without_copies(logs: Iterable[tuple[SearchLog, str]]) -> list[tuple[SearchLog, str]]:
+    """Each search of several files, by their names, once: the copy with the most rows, of equal ones the first.
 
-    Of searches without a run, as before schema 0009, only those with the same trials are copies.
+    A file may have been copied while a search went on. Copies have the same run, workload and device; of searches
+    without a run, as before schema 0009, only those with the same trials are copies.
     """
-    return _run_of(log) or log.trials, _owner(log).workload.key, _owner(log).device.identity
+    found: dict[tuple[object, ...], tuple[SearchLog, str]] = {}
+    for log, name in logs:
+        search = _run_of(log) or log.trials, _owner(log).workload.key, _owner(log).device.identity
+        if search not in found or _rows(log) > _rows(found[search][0]):
+            found[search] = log, name
+    return list(found.values())
+
+
+def _rows(log: SearchLog) -> int:
+    return len(log.trials) + len(log.finalists)
 
 
 def search_json(log: SearchLog) -> dict[str, object]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError, FlashgenError
@@ -20,11 +19,8 @@ from flashgen.db.layers import Layers
 from flashgen.db.past import origins_of
 from flashgen.db.reader import Reader
 from flashgen.db.store import Store
-from flashgen.db.trials import search_logs
+from flashgen.db.trials import search_logs, without_copies
 from flashgen.measure.scores import compared
-from flashgen.report.plausible import LEAST_MS, MOST_MS, is_plausible, is_plausible_trial
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +72,6 @@ class Search:
         return self.log.trials[0].run
 
     @property
-    def identity(self) -> tuple[object, ...]:
-        """What tells it from other searches, whichever file it is in: without a run, that it has the same trials."""
-        return self.run or self.trials, self.workload.key, self.device.identity
-
-    @property
     def trials(self) -> tuple[Trial, ...]:
         """The trials."""
         return self.log.trials
@@ -126,18 +117,18 @@ class Contents:
 def read(paths: Sequence[Path]) -> Contents:
     """Read these files, or without any all databases that serve; a row that breaks a rule costs itself.
 
-    What several files have is there once: of a record the first file's, of a search the one with the most trials.
+    What several files have is there once: of a record the first file's, of a search what `without_copies` keeps.
 
     Raises:
         DatabaseError: a file that was named cannot be read, or is not signed where a policy asks for it.
     """
     entries: dict[tuple[str, ...], Entry] = {}
-    searches: dict[tuple[object, ...], Search] = {}
+    logs: list[tuple[SearchLog, str]] = []
     names: list[str] = []
     with _readers(paths) as readers:
         for name, reader in readers:
             try:
-                found, tried = _entries(name, reader), _searches(name, reader)
+                found, tried = _entries(name, reader), _logs(reader)
             except FlashgenError as error:
                 if paths:
                     raise
@@ -147,12 +138,10 @@ def read(paths: Sequence[Path]) -> Contents:
             names.append(name)
             for entry in found:
                 entries.setdefault(entry.record.identity, entry)
-            for search in tried:
-                known = searches.setdefault(search.identity, search)
-                if len(search.trials) > len(known.trials):  # the other file was copied before the search had ended
-                    searches[search.identity] = search
+            logs += [(log, name) for log in tried]
     ordered = [entries[identity] for identity in sorted(entries)]
-    return Contents(databases=tuple(names), entries=tuple(ordered), searches=tuple(searches.values()))
+    searches = [Search(log=log) for log, _ in without_copies(logs)]
+    return Contents(databases=tuple(names), entries=tuple(ordered), searches=tuple(searches))
 
 
 @contextlib.contextmanager
@@ -166,25 +155,13 @@ def _readers(paths: Sequence[Path]) -> Iterator[Iterable[tuple[str, Reader]]]:
 
 def _entries(name: str, reader: Reader) -> Sequence[Entry]:
     origins = origins_of(reader)
-    found = [
+    return [
         Entry(record=record, origin=origins.get(record.identity, UNKNOWN), database=name) for record in reader.records()
     ]
-    return _plausible(found, lambda entry: is_plausible(entry.record, entry.origin), f"{name}: records")
 
 
-def _searches(name: str, reader: Reader) -> list[Search]:
+def _logs(reader: Reader) -> list[SearchLog]:
     with Store(reader) as store:
         if not store.counts()["trials"]:
             return []
-        logs = list(search_logs(store, store.workloads(), store.devices()))
-    kept = [replace(log, trials=tuple(_plausible(log.trials, is_plausible_trial, f"{name}: trials"))) for log in logs]
-    return [Search(log=log) for log in kept if log.trials]
-
-
-def _plausible(found: Sequence[V], rule: Callable[[V], bool], name: str) -> Sequence[V]:
-    kept = [each for each in found if rule(each)]
-    if len(kept) < len(found):
-        count = len(found) - len(kept)
-        reason = f"a report has times from {LEAST_MS:g} to {MOST_MS:g} ms, and {count} have others"
-        warnings.warn(printable(f"{name} are left out: {reason}"), stacklevel=2)
-    return kept
+        return [log for log in search_logs(store, store.workloads(), store.devices()) if log.trials]

@@ -14,7 +14,7 @@ import pytest
 
 from flashgen.core import settings as settings_module
 from flashgen.core.config import Config
-from flashgen.core.device import CATALOGUE, Device, find_device, memory_class_gb
+from flashgen.core.device import CATALOGUE, Device, find_among, find_device, memory_class_gb
 from flashgen.core.errors import ConfigError, DeviceError, MeasureError, SettingError
 from flashgen.core.record import Baseline, Failure, Measurement, TuningRecord, age
 from flashgen.core.settings import settings
@@ -52,16 +52,16 @@ def test_devices_of_databases_are_found_by_the_same_names_behind_the_catalogued_
     thief = replace(known, name=laptop.identity, num_sms=97)
     stored = (laptop, namesake, nameless, small, large, thief)
     for text in (laptop.name, "geforce-rtx-4090-laptop-gpu", laptop.identity):
-        assert find_device(text, stored) == laptop
-    assert find_device("h200", stored) == find_device("h200")
-    assert find_device(namesake.identity, stored) == namesake
-    assert find_device(nameless.name, stored) == nameless
-    assert find_device("t4 40", stored) == small
+        assert find_among(text, stored) == laptop
+    assert find_among("h200", stored) == find_device("h200")
+    assert find_among(namesake.identity, stored) == namesake
+    assert find_among(nameless.name, stored) == nameless
+    assert find_among("t4 40", stored) == small
     with pytest.raises(DeviceError, match=f"names several: {small.identity}, {large.identity}"):
-        find_device("sm75", stored)
+        find_among("sm75", stored)
     for text in ("", "voodoo2"):
         with pytest.raises(DeviceError, match=rf"nvidia_h200.* {laptop.identity} \('NVIDIA GeForce RTX 4090 Laptop"):
-            find_device(text, stored)
+            find_among(text, stored)
 
 
 def test_an_unknown_device_lists_the_known_ones() -> None:

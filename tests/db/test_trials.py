@@ -144,7 +144,7 @@ def test_a_bad_trial_costs_itself(path: Path, column: str, value: object, rule: 
         ("UPDATE finalists SET hard_times_ms = ? WHERE id = 1", "[1.0]", "same rounds"),
         ("UPDATE finalists SET knobs = ? WHERE id = 1", "{}", "has the knobs"),
         ("UPDATE finalists SET failed_stage = ? WHERE id = 2", "explode", "stage is one of"),
-        ("UPDATE finalists SET times_ms = ? WHERE id = 1", "[1e-9, 1e-9]", "takes at least"),
+        ("UPDATE finalists SET times_ms = ? WHERE id = 1", "[1e-6, 1e-6]", "takes at least"),
     ],
 )
 def test_a_bad_row_of_a_search_costs_itself(path: Path, statement: str, value: object, rule: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.history import Origin, RunnerUp
-from flashgen.core.record import Baseline, Measurement
+from flashgen.core.record import Measurement
 from flashgen.core.settings import settings
-from flashgen.core.workload import Workload
 from flashgen.db.store import Store
-from flashgen.db.writing import Incoming
 from flashgen.report.contents import read
-from tests.db.samples import MEASURED
+from tests.db.schemas import execute
 from tests.report import databases
 from tests.report.databases import RUN, TRIALS
 
@@ -61,29 +57,26 @@ def test_a_database_that_serves_and_cannot_be_read_costs_itself(
     assert {search.run for search in found.searches} == {RUN}
 
 
-def test_times_of_no_kernel_cost_their_rows_alone(database: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE records SET times_ms = '[1e308, 1e308]', hard_times_ms = NULL",
+        "UPDATE records SET reference_ms = 1e-300",
+        "UPDATE anchors SET median_ms = 5e-324",
+        "UPDATE trials SET times_ms = '[1e308]' WHERE times_ms IS NOT NULL",
+        "UPDATE trials SET reference_ms = 1e300 WHERE times_ms IS NOT NULL",
+    ],
+)
+def test_times_of_no_kernel_cost_their_rows_alone(statement: str, database: Path, tmp_path: Path) -> None:
     """Finite times above 0 whose ratios, means and products are neither."""
     path = tmp_path / "theirs.sqlite3"
     shutil.copy(database, path)
-    far = Measurement(times_ms=(1e308, 1e308), reference_ms=1e-6)
-    rival = RunnerUp(config=MEASURED.config, times_ms=(5e-324,) * 3)
-    near = [Workload.parse(f"b{batch}-h32-s4096-d128") for batch in (1, 2, 3)]
-    records = (
-        replace(MEASURED, workload=near[0], measurement=far),
-        replace(MEASURED, workload=near[1], baselines=(Baseline(impl="sdpa-flash", median_ms=5e-324),)),
-        replace(MEASURED, workload=near[2]),
-    )
-    with Store.open(path) as store:
-        store.put_records(records, Incoming(origins={records[2].identity: Origin(run=RUN, runners_up=(rival,))}))
-        store.put_trial(databases.trial(TRIALS + 1, databases.configs(TRIALS + 1)[-1], outcome=far))
-    with pytest.warns(UserWarning, match="a report has times from 1e-06 to 1e[+]09 ms") as caught:
-        found = read([path])
-    assert [re.findall(r": (\w+) .* (\d+) have others", str(each.message)) for each in caught] == [
-        [("records", "3")],
-        [("trials", "1")],
-    ]
-    whole = read([database])
-    assert (found.entries, found.searches) == (
-        tuple(replace(entry, database=str(path)) for entry in whole.entries),
-        whole.searches,
-    )
+    execute(path, statement)
+    with pytest.warns(UserWarning, match="times are from 1e-06 to 1e[+]09 ms"):
+        found, whole = read([path]), read([database])
+    if "trials" in statement:
+        assert len(found.entries) == len(whole.entries)
+        assert not any(isinstance(trial.outcome, Measurement) for search in found.searches for trial in search.trials)
+    else:
+        assert len(found.entries) < len(whole.entries)
+        assert found.searches == whole.searches
