@@ -70,14 +70,15 @@ class Attention:
             query: (batch, nheads, seqlen_q, head_dim), any strides.
             key: (batch, nheads_k, seqlen_k, head_dim), each head once.
             value: (batch, nheads_k, seqlen_k, head_dim_v).
-            attention_mask: what `masks.attention_mask` gave, or a tensor (batch, heads, seqlen_q, seqlen_k) of bools
-                (True where attended) or of floats (added to scores). It says everything: a causal mask and a window are
-                in it. None is causal from the top left if `is_causal`, and there are several queries. A module that
-                does not say whether it is causal is not, but for packed sequences and in a graph of torch.compile,
-                where a causal mask may be None (`masks.attention_mask`).
+            attention_mask: what `masks.attention_mask` gave, or a tensor of bools (True where attended) or of floats
+                (added to scores), of two to four dimensions that broadcast to (batch, heads, seqlen_q, seqlen_k). It
+                says everything: a causal mask and a window are in it. None is causal from the top left if `is_causal`,
+                and there are several queries. A module that does not say whether it is causal is not, but for packed
+                sequences and in a graph of torch.compile, where a causal mask may be None (`masks.attention_mask`).
             dropout: the probability with which a weight is dropped; layers say 0.0 in evaluation.
-            scaling: factor of the scores.
-            sliding_window: of packed sequences with `cu_seq_lens_q`, which have no mask.
+            scaling: factor of the scores, of any sign; None is head_dim ** -0.5.
+            sliding_window: of packed sequences with `cu_seq_lens_q`, which have no mask: the keys that a query sees
+                behind it, with its own, and as many in front of it where the layer is not causal.
             softcap: of the scores.
             is_causal: in place of the module's.
             s_aux: sinks, (nheads,).
@@ -98,6 +99,7 @@ class Attention:
             WorkloadError: a mask is none of the above.
         """
         self._refuse(query, others)
+        query, scaling = _with_positive_scale(query, scaling)
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         has_lengths = None not in lengths
         usual = has_lengths or torch.compiler.is_compiling()
@@ -110,12 +112,14 @@ class Attention:
         if dropout:
             scores["dropout_p"] = dropout
         if cache is not None:
+            _refuse_packed_bias(position_bias)
             found = attend_paged(
                 self.calls, module, (query, key, value), cache, lengths, sliding_window, scores, others
             )
             return found, None
         if has_lengths and not isinstance(attention_mask, Tensor):
-            window = (sliding_window - 1, None) if causal and sliding_window else (None, None)
+            edge = sliding_window - 1 if sliding_window else None
+            window = (edge, None if causal else edge)
             found = self._packed(query, key, value, lengths, causal, window, position_bias, scores)
         elif isinstance(attention_mask, CompactMask):
             visible = attention_mask.visible
@@ -157,11 +161,7 @@ class Attention:
             bias = scores.get("bias")
             scores["bias"] = mask if bias is None else bias + mask
             mask = None
-        batch = max(len(query), len(key))  # learned queries of a batch of one broadcast, as for SDPA
-        rows = (
-            x.transpose(1, 2).expand(batch, -1, -1, -1) if len(x) == 1 else x.transpose(1, 2)
-            for x in with_rows(query, key, value)
-        )
+        rows = _rows(query, key, value)
         found: Tensor = self.calls.attention(*rows, layout="bshd", mask=mask, **scores)
         return found
 
@@ -196,7 +196,7 @@ class Attention:
             return self._packed(query, key, value, lengths, causal, window, bias, scores)
         offset, keys = visible.offset, visible.keys
         if isinstance(offset, Tensor):
-            offset = offset.to(device=query.device, dtype=torch.int32).expand(query.shape[0])
+            offset = offset.to(device=query.device, dtype=torch.int32).expand(max(len(query), len(key)))
         elif right is not None:
             end = max(0, min(key.shape[2], offset + query.shape[2] + right))
             key, value = key[:, :, :end], value[:, :, :end]
@@ -251,8 +251,7 @@ class Attention:
     def _decoded(self, query: Tensor, key: Tensor, value: Tensor, seqlens: Tensor, **call: Any) -> Tensor:
         """A step of decoding, where padding is in front, of which nothing is read."""
         call.pop("deterministic", None)
-        rows = (x.transpose(1, 2) for x in with_rows(query, key, value))
-        found: Tensor = self.calls.attention_decode(*rows, seqlens, **call)
+        found: Tensor = self.calls.attention_decode(*_rows(query, key, value), seqlens, **call)
         return found
 
     def _packed(
@@ -267,8 +266,7 @@ class Attention:
         scores: dict[str, Any],
     ) -> Tensor:
         """Packed sequences, across batch elements."""
-        if bias is not None:
-            raise UnsupportedError("flashgen takes no position bias of packed sequences: pad them instead")
+        _refuse_packed_bias(bias)
         rows = (x.transpose(1, 2).flatten(0, 1) for x in with_rows(query, key, value))
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
         found: Tensor = self.calls.attention_varlen(
@@ -282,3 +280,24 @@ class Attention:
             **scores,
         )
         return found.view(query.shape[0], query.shape[2], *found.shape[1:])
+
+
+def _rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Tensors with rows before heads, and learned queries of a batch of one for each of the keys, as for SDPA."""
+    batch = len(key) if len(query) == 1 else len(query)
+    return [
+        x.transpose(1, 2).expand(batch, -1, -1, -1) if len(x) == 1 else x.transpose(1, 2)
+        for x in with_rows(query, key, value)
+    ]
+
+
+def _with_positive_scale(query: Tensor, scaling: float | None) -> tuple[Tensor, float | None]:
+    """Queries and a factor of the same scores, where kernels take the factor: theirs is above 0, SDPA's is any."""
+    if not isinstance(scaling, (int, float)) or not scaling <= 0:
+        return query, scaling
+    return (-query, -scaling) if scaling else (query * 0, None)
+
+
+def _refuse_packed_bias(bias: Tensor | None) -> None:
+    if bias is not None:
+        raise UnsupportedError("flashgen takes no position bias of packed sequences: pad them instead")

@@ -11,6 +11,7 @@ import torch
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
 from flashgen.core.quoting import shown
+from flashgen.integrations.torch.sdpa_arguments import four_dimensions
 
 Tensor = torch.Tensor
 
@@ -109,17 +110,22 @@ def check_not_added(func: Any) -> None:
 
 
 def checked_mask(mask: object) -> Tensor:
-    """A mask that is a tensor.
+    """A mask that is a tensor, in four dimensions: those that are missing in front are 1, as for SDPA.
 
     Raises:
-        WorkloadError: it has not four dimensions, or is none of bools or floats.
+        WorkloadError: it has fewer than two or more than four dimensions, or is none of bools or floats.
     """
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dim() not in (2, 3, 4)
+        or not (mask.dtype == torch.bool or mask.is_floating_point())
+    ):
         given = f"{tuple(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else shown(mask)
         raise WorkloadError(
-            f"attention_mask of a layer is (batch, heads, seqlen_q, seqlen_k) of bools or floats, got {given}"
+            "attention_mask of a layer has bools or floats, in two to four dimensions that broadcast to (batch, heads, "
+            f"seqlen_q, seqlen_k), got {given}"
         )
-    return mask
+    return four_dimensions(mask)
 
 
 def _is_all(mask: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> bool:

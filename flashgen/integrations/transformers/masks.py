@@ -93,6 +93,8 @@ def attention_mask(
         return _tensor(whole) if step is None else step
     offset = _number(q_offset) - kv_offset
     visible = _visible(pattern, q_length, kv_length, offset, _keys(attention_mask, kv_length, kv_offset))
+    if visible.keys is not None and visible.sequences is not None:
+        return _tensor(whole)  # packed sequences have lengths alone, and padding may be anywhere in them
     if visible.keys is None and visible.sequences is None:
         may_skip = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)
         if visible.window == (None, None) and may_skip:

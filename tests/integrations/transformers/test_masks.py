@@ -164,9 +164,11 @@ def test_what_models_do_with_a_mask_happens_to_a_tensor_of_it() -> None:
         torch.zeros(2, 4, 7, 7) + mask
 
 
-@pytest.mark.parametrize("mask", [torch.ones(2, 7), torch.ones(2, 1, 7, 7, dtype=torch.int64), "causal"])
+@pytest.mark.parametrize(
+    "mask", [torch.ones(7), torch.ones(1, 2, 1, 7, 7), torch.ones(2, 1, 7, 7, dtype=torch.int64), "causal"]
+)
 def test_masks_that_say_nothing_are_refused(mask: object) -> None:
-    with pytest.raises(WorkloadError, match="attention_mask of a layer is"):
+    with pytest.raises(WorkloadError, match="attention_mask of a layer has bools or floats, in two to four dimensions"):
         checked_mask(mask)
 
 
@@ -198,3 +200,12 @@ def test_a_graph_has_none_for_a_causal_mask_where_models_read_it_so(kind: Any, m
     assert (mask is None) == may_be_none
     if mask is not None:
         assert torch.equal(mask, masking_utils.sdpa_mask(2, 7, 7, allow_is_causal_skip=False))
+
+
+def test_packed_sequences_with_padding_are_a_tensor() -> None:
+    keys = padding(2, 7, 3)
+    function = masking_utils.and_masks(PACKED, CAUSAL)
+    mask = attention_mask(2, 7, 7, attention_mask=keys, mask_function=function)
+    assert type(mask) is torch.Tensor
+    assert torch.equal(mask, masking_utils.sdpa_mask(2, 7, 7, attention_mask=keys, mask_function=function))
+    assert isinstance(attention_mask(2, 7, 7, attention_mask=keys | True, mask_function=function), CompactMask)
