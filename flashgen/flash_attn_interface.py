@@ -16,7 +16,7 @@ import torch
 import flashgen
 from flashgen.core.errors import WorkloadError
 from flashgen.flash_attn.installation import NAMES_3, put, take_back
-from flashgen.integrations.flash_attention import OutAndLse, dense, heads_behind, packed, refuse, unpacked
+from flashgen.integrations.flash_attention import OutAndLse, dense, heads_behind, packed, packed_batch, refuse, unpacked
 from flashgen.integrations.flash_attention_3_cache import flash_attn_with_kvcache, get_scheduler_metadata
 from flashgen.runtime.argument_types import check_tensor
 
@@ -192,10 +192,10 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -216,13 +216,15 @@ def flash_attn_varlen_func(
     """`flashgen.attention_varlen` with FlashAttention-3's arguments.
 
     Args:
-        q: queries of all sequences, (total_q, nheads, head_dim).
-        k: keys, (total_k, nheads_k, head_dim).
-        v: values, (total_k, nheads_k, head_dim_v).
-        cu_seqlens_q: where sequences of queries begin, and where the last one ends, int32 (batch + 1,).
+        q: queries of all sequences, (total_q, nheads, head_dim), or (batch, seqlen_q, nheads, head_dim) where
+            `cu_seqlens_q` is None.
+        k: keys, (total_k, nheads_k, head_dim), or (batch, seqlen_k, nheads_k, head_dim) where `cu_seqlens_k` is None.
+        v: values, like k with head_dim_v.
+        cu_seqlens_q: where sequences of queries begin, and where the last one ends, int32 (batch + 1,); None where each
+            batch element of q is one.
         cu_seqlens_k: the same of the keys.
-        max_seqlen_q: the most queries of a sequence.
-        max_seqlen_k: the most keys of a sequence.
+        max_seqlen_q: the most queries of a sequence; without effect where `cu_seqlens_q` is None.
+        max_seqlen_k: the most keys of a sequence; without effect where `cu_seqlens_k` is None.
         seqused_q: how many queries of each sequence are used, int32 (batch,); None is all.
         seqused_k: the same of the keys.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
@@ -241,7 +243,8 @@ def flash_attn_varlen_func(
         return_attn_probs: also return the LSE.
 
     Returns:
-        The output; with `return_attn_probs`, the output and the LSE.
+        The output; with `return_attn_probs`, the output and the LSE, (nheads, total_q), or (batch, nheads, seqlen_q)
+        where `cu_seqlens_q` is None.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
@@ -257,14 +260,18 @@ def flash_attn_varlen_func(
             "attention_chunk": attention_chunk or None,
         },
     )
+    rule = "without cu_seqlens_q, q is (batch, seqlen_q, nheads, head_dim)"
+    (rows,), ends_q, longest_q = packed_batch((q,), cu_seqlens_q, max_seqlen_q, rule)
+    rule = "without cu_seqlens_k, k and v are (batch, seqlen_k, nheads_k, head_dim)"
+    (keys, values), ends_k, longest_k = packed_batch((k, v), cu_seqlens_k, max_seqlen_k, rule)
     out, lse = packed(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        rows,
+        keys,
+        values,
+        ends_q,
+        ends_k,
+        longest_q,
+        longest_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         softmax_scale=softmax_scale,
@@ -275,6 +282,9 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         return_lse=return_attn_probs,
     )
+    if cu_seqlens_q is None:
+        out = out.view(*q.shape[:2], *out.shape[1:])
+        lse = lse.view(len(lse), *q.shape[:2]).transpose(0, 1) if return_attn_probs else lse
     return (out, lse) if return_attn_probs else out
 
 

@@ -13,7 +13,14 @@ from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.scores import check_slopes
 from flashgen.core.features.values import Window
-from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, check_numbers, packed_keys, pages_behind
+from flashgen.integrations.cached_rows import (
+    PackedKeys,
+    check_leftpad,
+    check_numbers,
+    first_slots,
+    packed_keys,
+    pages_behind,
+)
 from flashgen.integrations.flash_attention import OutAndLse, both, in_order, length_of, with_rows, without_backward
 from flashgen.integrations.packed_tokens import (
     append_packed,
@@ -282,7 +289,7 @@ class CachedCall:
         if keys is None or q.dim() != 4:
             return self._in_parts(q, caches, lengths, return_lse)
         batch, rows = q.shape[:2]
-        ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
+        ends = first_slots(batch + 1, rows, q)
         out, lse = self._packed(q.flatten(0, 1), ends, rows, keys, return_lse)
         out = out.view(batch, rows, *out.shape[1:])
         return out, lse.view(len(lse), batch, rows).transpose(0, 1) if return_lse else lse

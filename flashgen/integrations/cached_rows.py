@@ -136,7 +136,7 @@ def _slots_between_rows(cache: Tensor) -> int | None:
 def _rows_by_ends(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, jump: int) -> PackedKeys:
     """Rows one behind the other, `jump` slots apart."""
     k, v = (_slots_in_order(cache, jump) for cache in (k_cache, v_cache))
-    ends = _first_slots(len(k_cache) + 1, jump, k).clamp_(max=len(k))
+    ends = first_slots(len(k_cache) + 1, jump, k).clamp_(max=len(k))
     return PackedKeys(k=k, v=v, named={"cu_seqlens_k": ends, "seqused_k": lengths, "max_seqlen_k": jump})
 
 
@@ -146,7 +146,7 @@ def _padded_rows_by_ends(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, left
     Packed sequences begin with row 0, so the slots in front of the first sequence are those of one without queries.
     """
     k, v = (_slots_in_order(cache, jump) for cache in (k_cache, v_cache))
-    begins = (_first_slots(len(k_cache), jump, k) + leftpad).clamp_(max=len(k))
+    begins = (first_slots(len(k_cache), jump, k) + leftpad).clamp_(max=len(k))
     ends = torch.cat([begins.new_zeros(1), begins, begins.new_full((1,), len(k))])
     used = torch.cat([lengths.new_zeros(1), lengths])
     longest = jump + k_cache.shape[1]  # from the first slot of a row to the last one of the next
@@ -160,7 +160,8 @@ def _slots_in_order(cache: Tensor, jump: int) -> Tensor:
     return cache.as_strided(((rows - 1) * jump + slots, *cache.shape[2:]), cache.stride()[1:])
 
 
-def _first_slots(rows: int, jump: int, like: Tensor) -> Tensor:
+def first_slots(rows: int, jump: int, like: Tensor) -> Tensor:
+    """Where rows begin that lie `jump` slots apart, int32 (rows,) on the device of a tensor."""
     return torch.arange(rows, dtype=torch.int32, device=like.device) * jump
 
 

@@ -15,6 +15,7 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.pages import PAGES
 from flashgen.core.features.values import Window
 from flashgen.core.quoting import shown
+from flashgen.integrations.cached_rows import first_slots
 from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.arguments import drawn_state
 
@@ -226,6 +227,34 @@ def packed(
             **scores,
         )
     )
+
+
+def packed_batch(
+    tensors: Sequence[Tensor], ends: Tensor | None, longest: Any, rule: str
+) -> tuple[Sequence[Tensor], Tensor, Any]:
+    """Tensors as packed sequences: where nothing says where they begin, each batch element is one, of all its rows.
+
+    Args:
+        tensors: (total, heads, columns) with `ends`, (batch, seqlen, heads, columns) without.
+        ends: where sequences begin, and where the last one ends, or None.
+        longest: the most rows of a sequence; without effect where `ends` is None.
+        rule: what is said of tensors that are not of one batch and seqlen then.
+
+    Returns:
+        Tensors (total, heads, columns), where sequences begin, and the most rows of one.
+
+    Raises:
+        WorkloadError: without `ends`, tensors have not four dimensions, or not the same batch and seqlen.
+    """
+    for tensor in tensors:
+        check_tensor("q, k or v", tensor)
+    if ends is not None:
+        return tensors, ends, longest
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(len(shape) != 4 or shape[:2] != shapes[0][:2] for shape in shapes):
+        raise WorkloadError(f"{rule}, got {' and '.join(map(str, shapes))}")
+    batch, rows = shapes[0][:2]
+    return [tensor.flatten(0, 1) for tensor in tensors], first_slots(batch + 1, rows, tensors[0]), rows
 
 
 def in_order(value: Any) -> Any:

@@ -128,6 +128,40 @@ def test_rows_that_are_used() -> None:
         assert_same(found[3 * b : 3 * b + 3], plain(rows, rows[:, :n], rows[:, :n])[0][0])
 
 
+@pytest.mark.parametrize("used", [None, (4, 1, 0)], ids=["all", "some"])
+@pytest.mark.parametrize("is_packed", [(True, False), (False, True), (False, False)])
+def test_version_3_takes_batches_where_nothing_says_where_sequences_begin(
+    is_packed: tuple[bool, bool], used: tuple[int, ...] | None
+) -> None:
+    """K and V of slots that all sequences have beside packed queries, say, whose lengths are `seqused_k`."""
+    lengths = [n if given else (rows,) * 3 for n, given, rows in zip((QUERIES, KEYS), is_packed, (SQ, SK), strict=True)]
+    heads = ((lengths[0], H, D), (lengths[1], HK, D), (lengths[1], HK, DV))
+    flat = [randn(sum(n), h, columns, grad=True) for n, h, columns in heads]
+    q, k, v = (
+        x if given else x.view(3, -1, *x.shape[1:])
+        for x, given in zip(flat, (is_packed[0], is_packed[1], is_packed[1]), strict=True)
+    )
+    k = torch.cat([k, k], -1)[..., :D]  # rows that lie apart
+    places = [ends(n) if given else None for n, given in zip(lengths, is_packed, strict=True)]
+    longest = [max(n) if given else None for n, given in zip(lengths, is_packed, strict=True)]
+    seen = lengths[1] if used is None else used
+    found = flash_attn_interface.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        *places,
+        *longest,
+        seqused_k=None if used is None else torch.tensor(used, dtype=torch.int32),
+        causal=True,
+        return_attn_probs=True,
+    )
+    parts = [[x[:n] for x, n in zip(x.split(lengths[1]), seen, strict=True)] for x in flat[1:]]
+    out, lse = one_by_one(flat[0], *(torch.cat(part) for part in parts), lengths[0], seen)
+    expected = (out, lse) if is_packed[0] else (out.view(3, SQ, H, DV), lse.view(H, 3, SQ).transpose(0, 1))
+    assert_same(found, expected)
+    assert_same(*(torch.autograd.grad(each.square().sum(), flat) for each in (found[0], out)))
+
+
 def test_states_of_version_3() -> None:
     q, k = randn(B, SQ, H, D).float(), randn(B, SK, H, D).float()
     parts = [flash_attn_interface.flash_attn_func(q, x, x, return_attn_probs=True) for x in (k[:, :3], k[:, 3:])]

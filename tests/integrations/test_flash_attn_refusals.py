@@ -100,3 +100,19 @@ def test_arguments_that_do_not_belong_together_are_refused() -> None:
         flash_attn_interface.flash_attn_with_kvcache(many[0], twice, twice, **packed)
     with pytest.raises(WorkloadError, match=r"qkv is \(\.\.\., 3, nheads"):
         flash_attn.flash_attn_qkvpacked_func(x)
+
+
+def test_batches_beside_packed_sequences_are_of_one_shape() -> None:
+    q, k = randn(6, H, D), randn(2, 3, HK, D)
+    packed, places = flash_attn_interface.flash_attn_varlen_func, ends((2, 4))
+    for keys, words in (
+        ((k, k.view(3, 2, HK, D)), r"k and v are \(batch, .* got \(2, 3, 2, 16\) and \(3, 2, 2, 16\)"),
+        ((k[0], k[0]), r"without cu_seqlens_k, k and v are \(batch, .* got \(3, 2, 16\) and \(3, 2, 16\)"),
+        ((k[:1], k[:1]), "cu_seqlens_k is int32"),
+    ):
+        with pytest.raises(WorkloadError, match=words):
+            packed(q, *keys, places, None, 4, None)
+    with pytest.raises(WorkloadError, match=r"without cu_seqlens_q, q is \(batch, .* got \(6, 4, 16\)"):
+        packed(q, k, k, None, None, None, None)
+    with pytest.raises(WorkloadError, match="cu_seqlens_k"):
+        flash_attn.flash_attn_varlen_func(q, k, k, places, None, 4, 3)  # type: ignore[arg-type]
