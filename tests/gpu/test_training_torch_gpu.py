@@ -14,6 +14,7 @@ import flashgen
 from flashgen.core.errors import LaunchError
 from flashgen.core.settings import settings
 from flashgen.runtime.autograd import ops as training_ops
+from tests.gpu.streams import busy_stream
 from tests.gpu.training_cases import FEATURES, SQ, B, D, H, Tensors, assert_gradients, dense_gradients, leaf, qkv
 
 pytestmark = pytest.mark.gpu
@@ -187,16 +188,10 @@ def test_a_cold_backward_pass_during_capture_is_refused_and_warmup_makes_it_warm
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_a_backward_pass_follows_the_stream_of_its_forward_pass() -> None:
     inputs = qkv(4, 16, 16, 1024, 1024, 128)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        big = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        for _ in range(5):
-            big = big @ big
+    with busy_stream():
         late = [x * 1 for x in inputs]
         out = flashgen.attention(*late, causal=True, deterministic=True)
         found = torch.autograd.grad(out.float().square().sum(), inputs)
-    torch.cuda.current_stream().wait_stream(side)
     out = flashgen.attention(*inputs, causal=True, deterministic=True)
     expected = torch.autograd.grad(out.float().square().sum(), inputs)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
