@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 import flashgen
+from flashgen.codegen.families import default_config, usual
+from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
+from flashgen.core.device import Device
 from flashgen.core.features.values import Features
+from flashgen.core.workload import Specialization
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.decode.call import DecodeCall
 
@@ -37,6 +42,11 @@ class Case:
     batch_idx: tuple[int, ...] = ()
     sinks: bool = False
     alibi: bool = False
+
+
+def decode_config(spec: Specialization, sizes: Sizes, device: Device) -> Config:
+    """The config that serves a step of decoding without any record."""
+    return usual(default_config(spec, device), spec, sizes, device)
 
 
 def make(case: Case, device: str = "cpu", seed: int = 0, order: int = 0) -> DecodeCall:

@@ -48,7 +48,7 @@ OTHER_PACKAGES: dict[str, tuple[int, ...]] = {
 IMPORT_S = 120
 """Seconds after which an import, from a network file system at worst, does not end any more."""
 
-NVML, OLDEST_NVML = "nvidia-ml-py", (12,)
+NVML = "nvidia-ml-py"
 WITHOUT_NVML = "no driver version, no clock, and no warning of other processes on the GPU"
 
 

@@ -14,9 +14,6 @@ ID = "append_kv"
 PLACES = ("rows", "pages", "slots")
 """Where a token goes: the row of its sequence, through the table of its pages, or a slot of its own."""
 
-ROTARIES = ("", "halves", "interleaved")
-"""How columns are paired: not at all, i with i + rotary_dim / 2 (GPT-NeoX), or 2i with 2i + 1 (GPT-J)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendSpec:
@@ -27,7 +24,8 @@ class AppendSpec:
         head_dim: of keys and queries.
         head_dim_v: of values.
         place: one of `PLACES`.
-        rotary: one of `ROTARIES`.
+        rotary: how columns are paired: not at all (empty), `halves`, which pairs i with i + rotary_dim / 2 (GPT-NeoX),
+            or `interleaved`, which pairs 2i with 2i + 1 (GPT-J).
         rotary_dim: columns that are rotated, a multiple of 16; 0 without.
         table_dtype: of cos and sin; empty without.
         aligned16: whether all pointers and strides of tensors with columns are multiples of 16 bytes.

@@ -187,12 +187,3 @@ def default_config(spec: Specialization, device: Device, only: Sequence[str] = (
 def exact_sibling(config: Config, spec: Specialization) -> Config:
     """The config that serves the calls of this one that ask for an LSE, or train: most configs do themselves."""
     return family(config.family).exact_sibling(spec, config)
-
-
-def decode_config(spec: Specialization, sizes: Sizes, device: Device) -> Config:
-    """The config that serves a step of decoding without any record.
-
-    Raises:
-        UnsupportedError: no family applies; the message lists every family with its reason.
-    """
-    return usual(default_config(spec, device), spec, sizes, device)

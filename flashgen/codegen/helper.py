@@ -12,7 +12,6 @@ from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
 from flashgen.codegen.render import KernelSource, render_template
 from flashgen.core.device import Device
 
-DTYPES = ("bf16", "fp16", "fp32")
 MOST_ROWS = 64
 
 

@@ -37,17 +37,8 @@ def resources(handle: Any, device: Device) -> Resources:
     return _from_cubin(handle.asm["cubin"]) if device.is_nvidia else _from_amdgcn(handle.asm["amdgcn"])
 
 
-def sass(handle: Any) -> str:
-    """The machine code of an NVIDIA kernel as text.
-
-    Raises:
-        BuildError: it could not be disassembled.
-    """
-    return _cuobjdump("-sass", handle.asm["cubin"])
-
-
 def _from_cubin(cubin: bytes) -> Resources:
-    text = _cuobjdump("--dump-resource-usage", cubin)
+    text = _resource_usage(cubin)
     found = re.findall(r"REG:(\d+) STACK:(\d+)", text)
     if not found:
         raise BuildError(f"cuobjdump named no registers: {text[:200]!r}")
@@ -62,7 +53,7 @@ def _from_amdgcn(text: str) -> Resources:
     return Resources(registers=int(registers[1]), spills=int(spills[1]))
 
 
-def _cuobjdump(option: str, cubin: bytes) -> str:
+def _resource_usage(cubin: bytes) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -71,7 +62,7 @@ def _cuobjdump(option: str, cubin: bytes) -> str:
         file.flush()
         try:
             done = subprocess.run(
-                [str(tool), option, file.name], capture_output=True, text=True, timeout=60, check=True
+                [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, timeout=60, check=True
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise BuildError(f"cuobjdump of Triton could not read a kernel: {error}") from error

@@ -179,19 +179,6 @@ class Store(StoredTrials):
         checked = [rows.checked_finalist(each, self.validate) for each in finalists]
         self._run(lambda session: writing.add_finalists(session, checked), write=True)
 
-    def forget_trials(self, workload: Workload, device: Device) -> int:
-        """Delete the trials and predictions of a workload on a device, to search afresh; how many there were."""
-        keys = (workload.key, device.identity)
-        trials = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device).where(*_same(*keys))
-
-        def delete(session: Session) -> int:
-            found = session.scalars(trials).all()
-            for row in found:
-                session.delete(row)
-            return len(found)
-
-        return self._run(delete, write=True)
-
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """The record of exactly this workload on this device identity, a measured one before a predicted one."""
         return self.reader.record(workload, device, provenance=provenance)
@@ -337,7 +324,3 @@ class Store(StoredTrials):
 def _damage(connection: sqlite3.Connection) -> str:
     connection.execute("PRAGMA ignore_check_constraints = ON").close()  # expressions of whoever wrote the file
     return str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
-
-
-def _same(key: str, identity: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
-    return WorkloadRow.key == key, DeviceRow.identity == identity

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
     from flashgen.codegen.helper import HelperKernel
 
-SUFFIX = ".kernels"
 MAGIC = b"flashgen bundle\n"
 FORMAT = 1
 LEVEL = 19

@@ -78,13 +78,11 @@ def ptx_sizes(ptx: str) -> tuple[int, ...]:
     return tuple(int(bits) // 8 * int(count or 1) for _, bits, count in found)
 
 
-def trailing_pointers(ptx: str, parameters: tuple[Parameter, ...]) -> int | None:
-    """How many scratch pointers follow the parameters of a signature, or None if the layout is not the known one."""
-    return trailing_of_sizes(ptx_sizes(ptx), parameters)
+def trailing_pointers(actual: tuple[int, ...], parameters: tuple[Parameter, ...]) -> int | None:
+    """How many scratch pointers follow the parameters of a signature, or None if the layout is not the known one.
 
-
-def trailing_of_sizes(actual: tuple[int, ...], parameters: tuple[Parameter, ...]) -> int | None:
-    """`trailing_pointers`, from what `ptx_sizes` has read."""
+    `actual` is what `ptx_sizes` has read.
+    """
     expected = tuple(size for parameter in parameters for size in slot_sizes(parameter))
     rest = actual[len(expected) :]
     if actual[: len(expected)] != expected or any(size != POINTER_BYTES for size in rest):

@@ -26,7 +26,7 @@ from flashgen.launch.binding import Binding
 from flashgen.launch.driver_launch import launcher
 from flashgen.launch.driver_plan import DriverPlan, SizedPlan
 from flashgen.launch.geometry import Geometry
-from flashgen.launch.parameters import Layout, ptx_sizes, trailing_of_sizes
+from flashgen.launch.parameters import Layout, ptx_sizes, trailing_pointers
 from flashgen.launch.triton_plan import TritonBackward, TritonForward
 from flashgen.launch.vocabulary import COUNTER
 
@@ -180,7 +180,7 @@ def known_layout(part: CompiledPart) -> Layout | None:
     metadata = handle.metadata
     sizes = getattr(handle, "parameter_bytes", None) or ptx_sizes(handle.asm.get("ptx") or "")
     if getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL) and sizes:
-        trailing = trailing_of_sizes(sizes, parameters)
+        trailing = trailing_pointers(sizes, parameters)
         found = None if trailing is None else Layout(parameters=parameters, trailing=trailing)
     _LAYOUTS[handle] = found
     return found

@@ -172,11 +172,6 @@ def rounded_gradients(
     return found | {"dk": found["dk"] * rule.softmax_scale}
 
 
-def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, neg_delta: torch.Tensor) -> torch.Tensor:
-    """The gradient of sinks (nheads,) from the LSE and neg_delta, both (batch, nheads, seqlen_q), in their dtype."""
-    return ((sinks.to(lse.dtype).view(1, -1, 1) - lse).exp() * neg_delta).sum((0, 2))
-
-
 class _Sums:
     """Gradients of all units, to which blocks are added."""
 

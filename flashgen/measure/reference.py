@@ -84,30 +84,6 @@ def oracle(
     return answer.out, answer.lse
 
 
-def eager(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    q_offset: int | torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    features: Features | None = None,
-    tf32: bool = False,
-    block_bytes: int | None = None,
-) -> torch.Tensor:
-    """Standard attention in the dtype of `q`: every step on a score, probabilities and output are each rounded to it.
-
-    The arguments are those of `oracle`; `tf32` says that products of fp32 data may be TF32's. The scale is folded into
-    k, as the flash-attention test-suites do.
-
-    Returns:
-        out (batch, nheads, seqlen_q, head_dim_v) in the dtype of `q`.
-    """
-    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=features)
-    return rounded(q, k, v, rule, tf32=tf32, block_bytes=block_bytes).out
-
-
 def exact(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -130,7 +106,11 @@ def rounded(
     tf32: bool = False,
     block_bytes: int | None = None,
 ) -> Answer:
-    """Eager attention's answer under a rule, in the dtype of `q`; its `lse` is there for tf32 alone, else 0."""
+    """Eager attention's answer under a rule: every step on a score, probabilities and output are rounded to q's dtype.
+
+    The scale is folded into k, as the flash-attention test-suites do. `tf32` says that products of fp32 data may be
+    TF32's; `Answer.lse` is there for it alone, else 0.
+    """
     return _blockwise(partial(_rounded, tf32=tf32), q, k, v, rule=rule, dtype=q.dtype, block_bytes=block_bytes)
 
 

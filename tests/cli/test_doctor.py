@@ -181,8 +181,8 @@ def test_doctor_knows_what_flashgen_needs() -> None:
     for requirement in map(Requirement, project["dependencies"]):
         (bound,) = requirement.specifier
         needed[requirement.name] = tuple(map(int, bound.version.split(".")[:2]))
-    own = {"torch": doctor.OLDEST_TORCH, "triton": doctor.OLDEST_TRITON, doctor.NVML: doctor.OLDEST_NVML}
-    assert needed == {**own, **doctor.OTHER_PACKAGES}
+    del needed[doctor.NVML]  # of any version: without it there is a note
+    assert needed == {"torch": doctor.OLDEST_TORCH, "triton": doctor.OLDEST_TRITON, **doctor.OTHER_PACKAGES}
 
 
 def test_a_package_that_is_missing_or_too_old_is_named(

@@ -14,7 +14,6 @@ from flashgen.codegen import build
 from flashgen.codegen.build import CompiledPart, compile_kernel
 from flashgen.codegen.families import default_config, family
 from flashgen.codegen.generated import load_module
-from flashgen.codegen.inspect import sass
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
@@ -23,6 +22,7 @@ from flashgen.core.errors import BuildError
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from scripts import crosscompile_jobs
+from scripts.machine_loops import disassembled
 from tests.codegen.devices import ONE_OF_EACH_KIND
 from tests.codegen.goldens import kernel
 from tests.tiers import EXHAUSTIVE, first, only
@@ -115,7 +115,7 @@ def test_defaults_compile_without_spills_and_fit(key: str, device: Device) -> No
 @pytest.mark.parametrize("name", first(1, ["h200", "rtx 4090", "b200"]))
 def test_the_matrix_unit_and_wide_loads_are_used(name: str) -> None:
     device, spec = find_device(name), Specialization.parse("fwd-bf16-d128")
-    code = sass(compile_kernel(spec, PORTABLE_FORWARD.default(spec, device), device).handle)
+    code = disassembled(compile_kernel(spec, PORTABLE_FORWARD.default(spec, device), device).handle.asm["cubin"])
     expected = {
         "h200": ("HGMMA", "UTMALDG"),
         "rtx 4090": ("HMMA", "LDGSTS.E.BYPASS.128"),
@@ -129,7 +129,7 @@ def test_the_matrix_unit_and_wide_loads_are_used(name: str) -> None:
 @pytest.mark.parametrize(("key", "wide"), first(1, [("fwd-fp16-d64", True), ("fwd-fp16-d64-unaligned", False)]))
 def test_alignment_decides_the_width_of_loads(key: str, wide: bool) -> None:
     device, spec = find_device("a100"), Specialization.parse(key)
-    code = sass(compile_kernel(spec, default_config(spec, device), device).handle)
+    code = disassembled(compile_kernel(spec, default_config(spec, device), device).handle.asm["cubin"])
     assert ("LDGSTS.E.BYPASS.128" in code) is wide
 
 
@@ -183,7 +183,7 @@ def test_a_module_is_written_once_and_imported() -> None:
 def test_an_unknown_parameter_list_is_not_guessed(text: str) -> None:
     assert ptx_sizes(text) == ()
     spec, config = kernel("forward_d64_h200")
-    assert trailing_pointers(text, family(config.family).parameters(spec, config)) is None
+    assert trailing_pointers(ptx_sizes(text), family(config.family).parameters(spec, config)) is None
 
 
 class Hash:

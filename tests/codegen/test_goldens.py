@@ -11,7 +11,7 @@ from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, family
 from flashgen.codegen.render import render, render_standalone
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
-from flashgen.launch.parameters import trailing_pointers
+from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from scripts.crosscompile_jobs import FEATURES, TARGETS, few_jobs, jobs, serving
 from tests.codegen.branches import Branch, Branches
 from tests.codegen.goldens import COMPILED_BY_OTHERS, COMPILED_HERE, GOLDEN, GOLDENS, OTHERS, kernel
@@ -98,4 +98,4 @@ def test_all_compile_for_sm90(name: str) -> None:
     kernels = family(config.family).kernels(spec, config)
     compiled = compile_kernel(spec, config, H200)
     for part, known in zip(compiled.parts, kernels, strict=True):
-        assert trailing_pointers(part.handle.asm["ptx"], known.parameters) == 2
+        assert trailing_pointers(ptx_sizes(part.handle.asm["ptx"]), known.parameters) == 2

@@ -21,7 +21,7 @@ from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
-from flashgen.launch.parameters import trailing_pointers
+from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.tiers import EXHAUSTIVE, first
@@ -216,7 +216,7 @@ def test_packed_kernels_compile_to_the_same_loop(key: str, heads: int, changes: 
     assert families.invalid(config, spec, H200) is None
     kernel = compile_kernel(spec, config, H200)
     ptx = kernel.handle.asm["ptx"]
-    assert trailing_pointers(ptx, HOPPER_FORWARD.parameters(spec, config)) == 2
+    assert trailing_pointers(ptx_sizes(ptx), HOPPER_FORWARD.parameters(spec, config)) == 2
     assert kernel.spills <= 72
     separate_o_smem = hopper_resources.separate_o_smem(spec, config, H200)
     assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)

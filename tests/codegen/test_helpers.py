@@ -14,7 +14,7 @@ from flashgen.codegen.merge_states import MergeSpec, merge_kernel
 from flashgen.codegen.usual_helpers import usual_helpers
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
-from flashgen.launch.parameters import trailing_pointers
+from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.codegen.templates import used
 from tests.tiers import every
@@ -52,7 +52,7 @@ def test_they_compile_without_spills(helper: HelperKernel) -> None:
     """For one generation each, in turn; `scripts/crosscompile_jobs.py` has some for both."""
     compiled = compile_helper(helper, find_device(("h200", "a100")[HELPERS.index(helper) % 2]))
     assert compiled.spills == 0
-    assert trailing_pointers(compiled.handle.asm["ptx"], helper.parameters) == 2
+    assert trailing_pointers(ptx_sizes(compiled.handle.asm["ptx"]), helper.parameters) == 2
 
 
 @pytest.mark.parametrize("spec", [APPENDS[1], MERGES[0]], ids=lambda spec: spec.key)

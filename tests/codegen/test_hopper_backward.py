@@ -15,13 +15,13 @@ from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NAMED_BARRIERS
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward import resources as hopper_backward_resources
 from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
-from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import search_space
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
-from flashgen.launch.parameters import trailing_pointers
+from flashgen.launch.parameters import ptx_sizes, trailing_pointers
+from scripts.machine_loops import disassembled
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.tiers import only
 
@@ -248,9 +248,9 @@ def test_kernels_compile_without_serialised_products(
     assert families.invalid(config, spec, H200) is None
     kernel = compile_kernel(spec, config, H200)
     for part in kernel.parts:
-        assert trailing_pointers(part.handle.asm["ptx"], part.kernel.parameters) == 2
+        assert trailing_pointers(ptx_sizes(part.handle.asm["ptx"]), part.kernel.parameters) == 2
         if part.kernel.language == "gluon":
-            code = sass(part.handle)
+            code = disassembled(part.handle.asm["cubin"])
             assert code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA")
             assert (part.num_warps, part.occupancy(H200)) == (12, 1)
         else:

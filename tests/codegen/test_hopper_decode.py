@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from flashgen.codegen.families import decode_config, family, invalid, unsupported
+from flashgen.codegen.families import family, invalid, unsupported
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_decode.family import HOPPER_DECODE
 from flashgen.codegen.hopper_decode.resources import consumer_registers, smem_needed
@@ -29,7 +29,7 @@ from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from tests import tiers
 from tests.codegen.gluon_machine import Machine, Pointer, kernel_of, storage
-from tests.decoding import Case, assert_right, make, only
+from tests.decoding import Case, assert_right, decode_config, make, only
 
 H200 = find_device("h200")
 SMALL = replace(H200, num_sms=3)

@@ -12,11 +12,11 @@ from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
-from flashgen.codegen.inspect import sass
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
-from flashgen.launch.parameters import trailing_pointers
+from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from scripts.crosscompile_jobs import ONE_WARPGROUP
+from scripts.machine_loops import disassembled
 from tests.tiers import EXHAUSTIVE, first, only
 
 H200 = find_device("h200")
@@ -31,7 +31,7 @@ def compiled(key: str, **changes: int | str | bool) -> CompiledKernel:
 @functools.cache
 def machine_code(key: str) -> str:
     """That of a default."""
-    return sass(compiled(key).handle)
+    return disassembled(compiled(key).handle.asm["cubin"])
 
 
 LOOPS = pytest.mark.xdist_group("hopper loops")
@@ -64,7 +64,7 @@ def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
     assert families.invalid(config, spec, H200) is None
     kernel = compiled(spec.key)
     parameters = HOPPER_FORWARD.parameters(spec, config)
-    assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
+    assert trailing_pointers(ptx_sizes(kernel.handle.asm["ptx"]), parameters) == 2
     assert kernel.spills <= 72
     separate_o_smem = hopper_resources.separate_o_smem(spec, config, H200)
     assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)
@@ -192,7 +192,7 @@ def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> 
     assert families.invalid(config, spec, H200) is None
     kernel = compiled(spec.key, **changes)
     parameters = HOPPER_FORWARD.parameters(spec, config)
-    assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
+    assert trailing_pointers(ptx_sizes(kernel.handle.asm["ptx"]), parameters) == 2
     separate_o_smem = hopper_resources.separate_o_smem(spec, config, H200)
     assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)
 
@@ -232,7 +232,7 @@ def test_exponentials_stay_ahead_of_the_wait_for_the_product(key: str) -> None:
 def test_what_settles_early_is_rounded_ahead_of_the_wait_for_the_product() -> None:
     kernel = compiled("fwd-bf16-d96-causal", early_settle=True)
     assert kernel.spills == 0
-    for part in softmaxes(sass(kernel.handle)):
+    for part in softmaxes(disassembled(kernel.handle.asm["cubin"])):
         assert part.count("F2FP.BF16") == 128 // 4
         assert part.rindex("MUFU.LG2") > part.rindex("BAR.ARV"), "sums settle behind the last exponential"
 
@@ -242,7 +242,7 @@ def test_what_settles_early_is_rounded_ahead_of_the_wait_for_the_product() -> No
 @pytest.mark.parametrize("key", first(1, ["fwd-bf16-d96-causal", "fwd-bf16-d64-causal-window"]))
 def test_the_sums_that_settle_early_are_those_that_the_next_step_reads(key: str) -> None:
     """Where ptxas settles a copy, as it does in configs that are refused, one of the tested sums stays as it was."""
-    for part in softmaxes(sass(compiled(key, early_settle=True).handle)):
+    for part in softmaxes(disassembled(compiled(key, early_settle=True).handle.asm["cubin"])):
         tested = re.search(r"LOP3\.LUT P\d, RZ, R(\d+), 0x40000000, R(\d+)", part)
         assert tested is not None
         for register in tested.groups():

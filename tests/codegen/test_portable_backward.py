@@ -11,7 +11,6 @@ import pytest
 from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.family import KernelFamily, Sizes
-from flashgen.codegen.inspect import sass
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.portable_backward.resources import loops, smem_needed
 from flashgen.codegen.render import render
@@ -19,6 +18,7 @@ from flashgen.codegen.space import search_space
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
+from scripts.machine_loops import disassembled
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.tiers import first
 
@@ -166,7 +166,7 @@ def test_the_matrix_unit_and_wide_loads_are_used(
     compiled = compile_kernel(spec, row.default(spec, target), target)
     assert compiled.spills <= row.tolerated_spills
     assert compiled.shared_bytes <= target.smem_per_block
-    code = sass(compiled.parts[1].handle)
+    code = disassembled(compiled.parts[1].handle.asm["cubin"])
     assert all(instruction in code for instruction in instructions)
     assert ("RED" in code) is (row is PORTABLE_BACKWARD_FUSED)
 

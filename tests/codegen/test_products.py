@@ -9,11 +9,11 @@ from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.common_products import PRODUCTS
 from flashgen.codegen.families import FAMILIES, family, invalid, validate
 from flashgen.codegen.family import KernelFamily
-from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
+from scripts.machine_loops import disassembled
 from tests.tiers import EXHAUSTIVE
 
 ROWS = tuple(row for row in FAMILIES if PRODUCTS in row.knobs)
@@ -88,4 +88,4 @@ def test_searches_begin_with_both_kinds() -> None:
 @EXHAUSTIVE
 def test_tensor_cores_multiply_the_parts() -> None:
     compiled = compile_kernel(FP32, PORTABLE.default(FP32, H200), H200)
-    assert "HGMMA" in sass(compiled.handle)
+    assert "HGMMA" in disassembled(compiled.handle.asm["cubin"])

@@ -55,7 +55,8 @@ def test_names_are_used_once() -> None:
     for names in (
         [feature.name for feature in FEATURES],
         [argument.name for feature in FEATURES for argument in feature.arguments],
-        [one.name for feature in FEATURES for one in feature.options] + [one.name for one in table.op_arguments()],
+        [one.name for feature in FEATURES for one in feature.options]
+        + [one.name for value in table.values() for one in value.op],
         [token.text for feature in FEATURES for token in (*feature.tokens, *feature.variants)],
         [tensor.name for feature in FEATURES for tensor in feature.tensors],
         [name for feature in FEATURES for numbers in feature.numbers for name in numbers.names],

@@ -308,7 +308,6 @@ def used(path: Path, scratch: Path) -> None:
             quietly(lambda: store.put_trial(TRIAL))
             quietly(lambda: store.put_search(SEARCH))
             quietly(lambda: store.put_finalists(FINALISTS))
-            quietly(lambda: store.forget_trials(CAUSAL, H200))
 
 
 @pytest.mark.parametrize("number", NUMBERS if "FUZZ_CASES" in os.environ else first(16, NUMBERS))

@@ -19,10 +19,11 @@ from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
-from flashgen.measure.reference import eager, oracle
+from flashgen.measure.reference import oracle
 from flashgen.measure.source import version_of_source
 from flashgen.measure.timing import CudaStopwatch, make_unit, measure
 from flashgen.measure.verify import Errors, check, oracle_of
+from tests.eager import eager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

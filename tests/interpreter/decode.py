@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flashgen.codegen.families import decode_config, invalid
+from flashgen.codegen.families import invalid
 from flashgen.codegen.generated import load_module
 from flashgen.codegen.portable_decode.defaults import ONLY_SHARES
 from flashgen.codegen.render import render
@@ -16,6 +16,7 @@ from flashgen.core.device import find_device
 from flashgen.launch.decode_numbers import DecodeNumbers
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from tests.decoding import decode_config
 
 DEVICE = replace(find_device("sm90"), num_sms=3)
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.codegen.families import decode_config
 from flashgen.core.config import KnobValue
 from flashgen.launch.decode_numbers import side_by_side
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
-from tests.decoding import Case, assert_right, make, only
+from tests.decoding import Case, assert_right, decode_config, make, only
 from tests.interpreter.decode import DEVICE, GRID, WARPS, interpreted, launched, results, small_config
 from tests.tiers import every, first
 

@@ -16,7 +16,7 @@ def test_the_layout_is_that_of_the_compiled_kernel(name: str) -> None:
     spec, config, compiled = kernel(name)
     parameters = family(config.family).parameters(spec, config)
     sizes = ptx_sizes(compiled.handle.asm["ptx"])
-    assert trailing_pointers(compiled.handle.asm["ptx"], parameters) == 2
+    assert trailing_pointers(sizes, parameters) == 2
     assert sizes[:-2] == tuple(size for parameter in parameters for size in slot_sizes(parameter))
     assert (128 in sizes) is (config["loads"] == "descriptor")
 
@@ -25,13 +25,14 @@ def test_the_layout_is_that_of_the_compiled_kernel(name: str) -> None:
 def test_any_other_list_is_not_taken_for_the_known_one(name: str) -> None:
     spec, config, compiled = kernel(name)
     ptx, parameters = compiled.handle.asm["ptx"], family(config.family).parameters(spec, config)
-    assert trailing_pointers(ptx, parameters[1:]) is None
-    assert trailing_pointers(ptx, (*parameters, Parameter(name="more", type="i32"))) is None
-    assert trailing_pointers(ptx, tuple(reversed(parameters))) is None
+    sizes = ptx_sizes(ptx)
+    assert trailing_pointers(sizes, parameters[1:]) is None
+    assert trailing_pointers(sizes, (*parameters, Parameter(name="more", type="i32"))) is None
+    assert trailing_pointers(sizes, tuple(reversed(parameters))) is None
     lines = ptx.splitlines()
     first = next(number for number, line in enumerate(lines) if ".param" in line)
     without = "\n".join(lines[:first] + lines[first + 1 :])
-    assert trailing_pointers(without, parameters) is None
+    assert trailing_pointers(ptx_sizes(without), parameters) is None
 
 
 def test_sizes_of_each_kind_of_parameter() -> None:

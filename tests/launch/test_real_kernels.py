@@ -88,7 +88,7 @@ def test_the_layout_is_that_of_the_compiled_kernel(name: str) -> None:
     spec, config, compiled = kernel(name)
     parameters = families.family(config.family).parameters(spec, config)
     ptx = compiled.handle.asm["ptx"]
-    assert trailing_pointers(ptx, parameters) == 2
+    assert trailing_pointers(ptx_sizes(ptx), parameters) == 2
     assert ptx_sizes(ptx)[:-2] == tuple(size for parameter in parameters for size in slot_sizes(parameter))
     threads = int(ptx.split(".reqntid")[1].split()[0])
     assert threads == compiled.handle.metadata.num_warps * 32, "the threads of a launch are those that were compiled"
@@ -193,7 +193,7 @@ def test_kernels_of_serving_have_the_parameters_that_their_rows_say(name: str) -
     assert families.invalid(config, spec, device) is None
     for part in compile_kernel(spec, config, device).parts:
         ptx, parameters = part.handle.asm["ptx"], part.kernel.parameters
-        assert trailing_pointers(ptx, parameters) == 2
+        assert trailing_pointers(ptx_sizes(ptx), parameters) == 2
         assert known_layout(part) is not None
         assert ptx_sizes(ptx)[:-2] == tuple(size for parameter in parameters for size in slot_sizes(parameter))
         assert part.num_warps == part.handle.metadata.num_warps

@@ -153,7 +153,6 @@ def test_errors_are_the_largest_of_all_gradients() -> None:
     ]
     assert verdict.max_error == pytest.approx(max(float(error.max()) for error in errors))
     assert verdict.mean_error == pytest.approx(max(float(error.mean()) for error in errors))
-    assert 0 < verdict.lse_error < 1e-5
 
 
 def solved(features: str = "mask", **shape: object) -> BackwardVerificationCase:

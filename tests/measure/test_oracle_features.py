@@ -12,8 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.values import Features
-from flashgen.measure.reference import eager, exact, oracle, rounded
+from flashgen.measure.reference import exact, oracle, rounded
 from flashgen.measure.score_rule import ScoreRule
+from tests.eager import eager
 from tests.measure.dense import dense, random
 
 AXES = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.values import Features
-from flashgen.measure.reference import eager, oracle
+from flashgen.measure.reference import oracle
+from tests.eager import eager
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

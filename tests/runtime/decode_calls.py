@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 import flashgen
-from flashgen.codegen.families import decode_config, family
+from flashgen.codegen.families import family
 from flashgen.codegen.family import Sizes
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.runtime.decode.call import DecodeCall
-from tests.decoding import Case, arguments, make
+from tests.decoding import Case, arguments, decode_config, make
 from tests.fakes.driver import FakeDriver, Launched
 from tests.fakes.gpu_zero import H200
 

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen
-from flashgen.codegen.families import decode_config, family, invalid
+from flashgen.codegen.families import family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import FlashgenError, LaunchError, UnsupportedError, WorkloadError
@@ -21,7 +21,7 @@ from flashgen.launch.decode_plan import POINTERS
 from flashgen.runtime.decode import api, plans, runs
 from flashgen.runtime.decode.call import CheckedDecode
 from flashgen.runtime.decode.contents import check_contents
-from tests.decoding import Case, arguments, make
+from tests.decoding import Case, arguments, decode_config, make
 from tests.fakes.driver import INVALID_VALUE, FakeDriver
 from tests.fakes.gpu_zero import H200
 from tests.runtime.decode_calls import GOOD, RULES, broken, kernels_of, run

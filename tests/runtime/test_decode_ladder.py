@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.codegen.families import decode_config
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -25,6 +24,7 @@ from flashgen.runtime.lookup.ladder import NEARER_ELSEWHERE
 from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.ops import helpers
 from tests.db.samples import H100, H200, MEASURED
+from tests.decoding import decode_config
 from tests.fakes.gpu import FakeGpu
 from tests.runtime.ladders import Ladder
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.codegen.families import decode_config, family, invalid
+from flashgen.codegen.families import family, invalid
 from flashgen.codegen.portable_decode.defaults import ONLY_SHARES
 from flashgen.core.config import Config, KnobValue
 from flashgen.runtime.decode import runs
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
-from tests.decoding import Case, make
+from tests.decoding import Case, decode_config, make
 from tests.fakes.driver import FakeDriver, Launched
 from tests.fakes.gpu_zero import H200
 

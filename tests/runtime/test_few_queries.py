@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.codegen.families import decode_config, family
+from flashgen.codegen.families import family
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
@@ -22,6 +22,7 @@ from flashgen.core.workload import Workload
 from flashgen.launch import decode_passes
 from flashgen.runtime.lookup.few_queries import decode_specialization, served_by_decoding
 from flashgen.runtime.ops import kernel_cache, serve
+from tests.decoding import decode_config
 from tests.fakes.driver import FakeDriver, Launched
 
 H200, AMD = find_device("h200"), find_device("gfx942")

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen
-from flashgen.codegen.families import decode_config, family, invalid
+from flashgen.codegen.families import family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.portable_forward import shares
 from flashgen.core.device import find_device
@@ -21,6 +21,7 @@ from flashgen.core.workload import Specialization
 from flashgen.runtime.lookup.mixed import APART_KEYS, why_not_decoded
 from flashgen.runtime.ops import kernel_cache
 from flashgen.runtime.varlen import api, mixed
+from tests.decoding import decode_config
 from tests.fakes.driver import FakeDriver, Launched
 from tests.packing import Case
 from tests.paging import Paged, checked, paged

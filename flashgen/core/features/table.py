@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flashgen.core.features.declaration import CallFacts, Feature, Gradient, OpArgument, Value
+from flashgen.core.features.declaration import CallFacts, Feature, Gradient, Value
 from flashgen.core.features.dropout import DROPOUT
 from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.pages import PAGES
@@ -53,11 +53,6 @@ def given(features: Features) -> tuple[Feature, ...]:
 def values(*, trains: bool = False) -> tuple[Value, ...]:
     """The fields of `Features`; with `trains` those of features that have a backward pass."""
     return tuple(value for feature in FEATURES if feature.trains or not trains for value in feature.values)
-
-
-def op_arguments(*, trains: bool = False) -> tuple[OpArgument, ...]:
-    """What these fields are as flat arguments of an op."""
-    return tuple(argument for value in values(trains=trains) for argument in value.op)
 
 
 def checked(features: Features, facts: CallFacts) -> Features:
