@@ -41,15 +41,9 @@ def print_json_line(station: str, event: Event) -> None:
 class StationLines:
     """Lines that make sense in a log: starts, ends, losses, and how far the run is where nothing else is said."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        say: Callable[[str], None] = output.say,
-        quiet_s: float = QUIET_S,
-    ) -> None:
-        self._clock, self._say, self._quiet_s = clock, say, quiet_s
-        self._started = self._spoke = clock()
+    def __init__(self, *, say: Callable[[str], None] = output.say, quiet_s: float = QUIET_S) -> None:
+        self._say, self._quiet_s = say, quiet_s
+        self._started = self._spoke = time.monotonic()
         self.total = self.ended = self._tried = 0
         self._busy: set[str] = set()
 
@@ -57,11 +51,11 @@ class StationLines:
         """Print what is new."""
         self._count(station, event)
         line = self._line(event)
-        if line is None and self._clock() - self._spoke >= self._quiet_s:
+        if line is None and time.monotonic() - self._spoke >= self._quiet_s:
             line = self._progress()
         if line is not None:
             self._say(f"{station}: {line}" if station else line)
-            self._spoke = self._clock()
+            self._spoke = time.monotonic()
 
     def _count(self, station: str, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -87,7 +81,7 @@ class StationLines:
         return None
 
     def _progress(self) -> str:
-        spent = duration(self._clock() - self._started)
+        spent = duration(time.monotonic() - self._started)
         return f"{self.ended} of {self.total} workloads ended, {self._tried} candidates tried in {spent}"
 
 

@@ -108,15 +108,15 @@ def items(name: str, value: object, error: Error = WorkloadError) -> tuple[objec
         raise error(f"{name} must be a list, got {shown(value)}") from None
 
 
-def torch_tensor(name: str, value: object, error: Error = WorkloadError) -> None:
+def torch_tensor(name: str, value: object) -> None:
     """Refuse what is no tensor of torch's, which nobody has who has not imported it.
 
     Raises:
-        FlashgenError: of the class `error`, where it is none.
+        WorkloadError: it is none.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
-        raise error(f"{name} must be a tensor, got {shown(value)}")
+        raise WorkloadError(f"{name} must be a tensor, got {shown(value)}")
 
 
 def check_fields(value: Any, error: Error) -> None:

@@ -192,15 +192,15 @@ _VERSION_TABLE = (
 """As alembic makes it (a test compares): a new file has the newest schema and needs no migration."""
 
 
-def migrate(connection: sa.Connection, revision: str = "head") -> None:
-    """Bring the tables to `revision` in the connection's transaction (alembic)."""
+def migrate(connection: sa.Connection) -> None:
+    """Bring the tables to the newest schema in the connection's transaction (alembic)."""
     from alembic import command
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, revision)
+    command.upgrade(config, "head")
 
 
 def _migrated_copy(path: Path, access: Access, name: Path) -> Path:

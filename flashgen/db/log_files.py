@@ -19,14 +19,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flashgen.codegen.families import validate as validate_config
+from flashgen.codegen.families import validate
 from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.folders import write_public
 from flashgen.core.quoting import printable
 from flashgen.core.record import Trial
 from flashgen.core.search_log import Finalist, SearchLog, SearchRun
 from flashgen.db import rows
-from flashgen.db.reading import Validate
 from flashgen.db.schema import Base
 from flashgen.db.trial_rows import finalist_of, search_of, trial_of
 
@@ -68,12 +67,8 @@ def write_log(log: SearchLog, path: Path) -> None:
         raise DatabaseError(f"a file of a search needs a place that can be written, got {path}: {error}") from error
 
 
-def read_log(path: Path, validate: Validate = validate_config) -> SearchLog:
+def read_log(path: Path) -> SearchLog:
     """The search in a file; lines that break a rule are left out with one warning.
-
-    Args:
-        path: the file.
-        validate: the check that every config must pass.
 
     Raises:
         DatabaseError: the file cannot be read, is none of these, of a newer version, or its first line breaks a rule.

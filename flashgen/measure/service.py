@@ -104,14 +104,7 @@ class GpuService:
 class Judge:
     """The order of work on candidates; free of the GPU, which the bench and the stopwatch stand for."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        stopwatch: Stopwatch,
-        announce: Announce,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, bench: Bench, stopwatch: Stopwatch, announce: Announce) -> None:
         self._bench = bench
         self._stopwatch = stopwatch
         self._tell = announce
@@ -209,7 +202,7 @@ class Judge:
             }
             return [each.times_ms for each in compared(found).values()]
 
-        return Referee(rule, [places[subject] for subject, _ in turns], times, self._clock)
+        return Referee(rule, [places[subject] for subject, _ in turns], times, time.monotonic)
 
     def _beside(self, others: Mapping[str, Unit], job: RaceJob) -> dict[str, float]:
         """Times of the reference kernel and torch's backends, behind the race and the fastest first.

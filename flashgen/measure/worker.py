@@ -34,6 +34,7 @@ STARTS = 2
 """A worker that does not come up gets one more chance: a card may be busy for a moment."""
 
 REAP_S = 30.0
+EXIT_S = 5.0
 PARENT_CHECK_S = 0.5
 LOG_TAIL_BYTES = 4096
 
@@ -276,8 +277,8 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _await_exit(pid: int, patience_s: float = 5.0) -> None:
-    deadline = time.monotonic() + patience_s
+def _await_exit(pid: int) -> None:
+    deadline = time.monotonic() + EXIT_S
     while time.monotonic() < deadline and not _has_ended(pid):
         time.sleep(0.01)
 

@@ -71,10 +71,10 @@ def kept(rng_state: Tensor, dropout_p: float, heads: Tensor, seqlen_q: int, seql
     return bits >= threshold(dropout_p)
 
 
-def philox(counter: Words, key: tuple[Tensor, Tensor], rounds: int = ROUNDS) -> Words:
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Four words of 32 bits, as integers of 64 bits, of a counter and a key of such words that broadcast."""
     (a, b, c, d), (k0, k1) = counter, key
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # modulo 2**64: all that is read of a product
         a, b, c, d = _high(second) ^ b ^ k0, second & _WORD, _high(first) ^ d ^ k1, first & _WORD
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
