@@ -214,7 +214,7 @@ def with_flex(impls: Sequence[Impl], choice: str, wrap: Callable[[Impl], Impl] |
 
     def of(variant: Variant) -> Impl:
         made = replace(forward, version=lambda: variant.version, prepare=partial(_prepare, variant))
-        return wrapped(made if variant.is_triton else replace(made, unsupported=_why_not_flash))
+        return wrapped(made if variant.is_triton else replace(made, unsupported=why_not_flash))
 
     flash = choice == "best"
     unsupported = partial(_why_not, forward) if flash else forward.unsupported
@@ -222,13 +222,14 @@ def with_flex(impls: Sequence[Impl], choice: str, wrap: Callable[[Impl], Impl] |
     return tuple(best if impl.name == FLEX else impl for impl in impls)
 
 
-def _why_not_flash(workload: Workload) -> str | None:
+def why_not_flash(workload: Workload) -> str | None:
+    """Why FlashAttention-4 cannot be FlexAttention's backend for a workload, or None."""
     return None if flash_variant(workload) is not None else "FlashAttention-4 cannot be its backend here"
 
 
 def _why_not(forward: Impl, workload: Workload) -> str | None:
     """Why neither backend can: what Triton's kernels cannot index, the other one may."""
-    return None if _why_not_flash(workload) is None else forward.unsupported(workload)
+    return None if why_not_flash(workload) is None else forward.unsupported(workload)
 
 
 def _prepare(variant: Variant, workload: Workload, inputs: Inputs) -> Call:

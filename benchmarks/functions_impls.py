@@ -12,7 +12,7 @@ import torch
 import flashgen
 from benchmarks import fa4
 from benchmarks.flex import compiled_flex, flex_module, forget_compiled
-from benchmarks.flex_variants import DEFAULT, FLEX, FlexVariants, Variant, flash_variant, with_flex
+from benchmarks.flex_variants import DEFAULT, FLEX, FlexVariants, Variant, why_not_flash, with_flex
 from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Function
 from benchmarks.impls import IMPLS, Call, Impl, torch_version
 from benchmarks.training_impls import alone_through_autograd, together
@@ -92,14 +92,10 @@ def _flex(function: Function, choice: str, wrap: Wrap) -> Impl:
 
     def of(variant: Variant) -> Impl:
         made = replace(default, version=lambda: variant.version, prepare=partial(_prepare_flex, function, variant))
-        return wrap(made if variant.is_triton else replace(made, unsupported=_why_not_flash))
+        return wrap(made if variant.is_triton else replace(made, unsupported=why_not_flash))
 
     variants = FlexVariants(of, flash=choice == "best", has_mask_mod=function.mask_mod is not None)
     return replace(wrap(default), variants=variants)
-
-
-def _why_not_flash(workload: Workload) -> str | None:
-    return None if flash_variant(workload) is not None else "FlashAttention-4 cannot be its backend here"
 
 
 def _prepare_default(function: Function, workload: Workload, inputs: Inputs) -> Call:

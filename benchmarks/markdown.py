@@ -35,6 +35,14 @@ def image(charts: Sequence[str], stem: str, text: str) -> list[str]:
     return [f"![{text}]({path})" for path in charts if path.endswith(f"/{stem}.png")]
 
 
+def speedup(by_impl: dict[str, Row], impl: str) -> float | None:
+    """How many times as fast as another implementation flashgen is, None where one of them has no time."""
+    mine, theirs = by_impl.get("flashgen"), by_impl.get(impl)
+    if mine is None or theirs is None or not mine.median_ms or not theirs.median_ms:
+        return None
+    return theirs.median_ms / mine.median_ms
+
+
 def mean(ratios: Sequence[float]) -> str:
     """The geometric mean."""
     return f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-"

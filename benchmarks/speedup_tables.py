@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.markdown import by_workload, provenance, table_row
+from benchmarks.markdown import by_workload, provenance, speedup, table_row
 from benchmarks.results import Row
 from benchmarks.speedup import COMPILED, SPEEDUP_SUITE, STANDARD
 from benchmarks.traffic import least_ms, score_passes, standard_least_ms
@@ -31,14 +31,6 @@ def speedup_parts(rows: Sequence[Row]) -> list[str]:
 def device_named(name: str) -> Device | None:
     """The catalogued device with this name: its data sheet gives bandwidth and rate."""
     return next((device for device in CATALOGUE if device.name == name), None)
-
-
-def ratio(by_impl: dict[str, Row], impl: str) -> float | None:
-    """Time of an implementation over flashgen's."""
-    mine, theirs = by_impl.get("flashgen"), by_impl.get(impl)
-    if mine is None or theirs is None or not mine.median_ms or not theirs.median_ms:
-        return None
-    return theirs.median_ms / mine.median_ms
 
 
 def bound(workload: Workload, device: Device) -> float:
@@ -76,7 +68,7 @@ def _reason(lines: Lines, device: Device) -> str:
     """What the claim at 16k without a mask would take, for each head_dim."""
     said = []
     for w, by_impl in lines:
-        measured = ratio(by_impl, STANDARD)
+        measured = speedup(by_impl, STANDARD)
         if w.causal or w.seqlen_k != LONG_SEQLEN or measured is None:
             continue
         speed = by_impl["flashgen"].tflops or 0.0
@@ -100,7 +92,7 @@ def _table(lines: Lines, device: Device | None) -> str:
     for w, by_impl in lines:
         cells = [str(w.head_dim), str(w.seqlen_k), "yes" if w.causal else "no"]
         cells += [_ms(by_impl[impl].median_ms if impl in by_impl else None) for impl in ("flashgen", *impls)]
-        cells += ["-" if (found := ratio(by_impl, impl)) is None else f"{found:.1f}" for impl in impls]
+        cells += ["-" if (found := speedup(by_impl, impl)) is None else f"{found:.1f}" for impl in impls]
         if device is None:
             cells += ["-"] * 3
         else:

@@ -9,7 +9,7 @@ from benchmarks.data_tables import data_parts
 from benchmarks.decode_tables import decode_parts
 from benchmarks.functions_tables import function_parts
 from benchmarks.io_tables import io_parts
-from benchmarks.markdown import by_workload, image, mean, provenance, table_row, variants
+from benchmarks.markdown import by_workload, image, mean, provenance, speedup, table_row, variants
 from benchmarks.memory import MEMORY_SUITE, fit_of
 from benchmarks.model_tables import model_parts
 from benchmarks.race_tables import RACES, TITLES, race_parts
@@ -74,7 +74,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
 
 def _features_text(rows: Sequence[Row]) -> str:
     used = [row for row in rows if row.suite == FEATURES_SUITE]
-    ratios = [ratio for _, by_impl in by_workload(used) if (ratio := _speedup(by_impl, "flex")) is not None]
+    ratios = [ratio for _, by_impl in by_workload(used) if (ratio := speedup(by_impl, "flex")) is not None]
     ahead = ""
     if ratios:
         ahead = (
@@ -103,8 +103,8 @@ def _features_table(rows: Sequence[Row]) -> str:
         found = [by_impl.get(impl) for impl in impls]
         cells = [describe(w), heads, dims, str(w.seqlen_k)]
         cells += ["-" if row is None or not row.tflops else f"{row.tflops:.0f}" for row in found]
-        ratios = [ratio for impl in impls[1:] if (ratio := _speedup(by_impl, impl)) is not None]
-        ratio = _speedup(by_impl, "flex")
+        ratios = [ratio for impl in impls[1:] if (ratio := speedup(by_impl, impl)) is not None]
+        ratio = speedup(by_impl, "flex")
         cells += ["-" if ratio is None else f"{ratio:.2f}", f"{min(ratios):.2f}" if ratios else "-"]
         sizes = [row.extra_bytes if (row := by_impl.get(impl)) is not None else None for impl in held]
         table.append(table_row([*cells, *("-" if size is None else f"{size / 2**20:.1f}" for size in sizes)]))
@@ -130,14 +130,6 @@ def _window_text(rows: Sequence[Row]) -> str:
         share = w.visible_pairs / causal.visible_pairs
         table.append(table_row([width, f"{share:.1%}", f"{ms:.3f}", f"{tflops:.0f}", f"{lines[-1][2] / tflops:.2f}"]))
     return "\n".join(table)
-
-
-def _speedup(by_impl: dict[str, Row], peer: str) -> float | None:
-    """How many times as fast as `peer` flashgen is."""
-    mine, theirs = by_impl.get("flashgen"), by_impl.get(peer)
-    if mine is None or theirs is None or not mine.median_ms or not theirs.median_ms:
-        return None
-    return theirs.median_ms / mine.median_ms
 
 
 def _memory_text(rows: Sequence[Row]) -> str:

@@ -302,12 +302,7 @@ def _flash_attention(module: str) -> Callable[[Pack, PackTensors], Ready]:
             given |= {"seqused_k": found.lens_k, "page_table": found.table}
         options = {name: value for name, value in given.items() if name in names}
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = function(q, k, v, **options)
-            first: Tensor = out[0] if isinstance(out, tuple) else out
-            return first
-
-        return _packed(pack, found, attend)
+        return _packed(pack, found, _output_of(function, options))
 
     return prepare
 
@@ -319,13 +314,18 @@ def _fa3(pack: Pack, found: PackTensors) -> Ready:
     function, w = importlib.import_module(FA3_MODULE).flash_attn_with_kvcache, pack.workload
     options: dict[str, Any] = {"cache_seqlens": found.lens_k, "page_table": found.table, "causal": w.causal}
     options |= {"cu_seqlens_q": found.ends_q, "max_seqlen_q": w.seqlen_q}
+    return _packed(pack, found, _output_of(function, options))
+
+
+def _output_of(function: Callable[..., Any], options: dict[str, Any]) -> Attend:
+    """A call of such a function for its output alone; some versions return the LSE, too."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, **options)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 
-    return _packed(pack, found, attend)
+    return attend
 
 
 def _everything(pack: Pack) -> str | None:

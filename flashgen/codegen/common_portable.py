@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.head_parts import why_not_split
+from flashgen.codegen.common_mods import has_blocks
+from flashgen.codegen.head_parts import padded, why_not_split
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -71,6 +72,16 @@ def table_kind(device: Device) -> str:
     if not device.is_nvidia or device.has_warpgroup_mma:
         return device.mma
     return "large" if device.smem_per_block >= LARGE_SMEM else "small_tma" if device.has_tma else "small"
+
+
+def table_block(spec: Specialization) -> int:
+    """The row of a table of defaults for a specialization: columns of its wider head, padded, at least 64."""
+    return max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+
+
+def has_visible_key_range(spec: Specialization) -> bool:
+    """Whether a program for queries looks first where the visible keys of its mask begin and end."""
+    return spec.mask == "keys" and not has_blocks(spec)
 
 
 def is_heavy(spec: Specialization) -> bool:

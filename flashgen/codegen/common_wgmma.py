@@ -63,6 +63,11 @@ def block(head_dim: int) -> int:
     return max(LEAST_COLUMNS, power_of_two(head_dim))
 
 
+def widest_block(spec: Specialization) -> int:
+    """Columns of the wider of both kinds of tiles."""
+    return max(block(spec.head_dim), block(spec.head_dim_v))
+
+
 def descriptor_type(dtype: str, *box: int) -> str:
     """The type of a descriptor in the signature of a Gluon kernel, which names the layout in shared memory as well.
 

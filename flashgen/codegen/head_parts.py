@@ -46,6 +46,11 @@ def head_parts(head_dim: int, split: bool) -> tuple[HeadPart, ...]:
     )
 
 
+def part_names(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
+    """What a kernel calls the parts of a tensor."""
+    return [f"{name}{part.suffix}" for part in parts]
+
+
 @functools.cache
 def can_split(head_dim: int) -> bool:
     """Whether two parts differ from one: they need less padding, or halve what one tile can hardly hold."""

@@ -118,6 +118,15 @@ def is_own(seen: os.stat_result) -> bool:
     return not CAN_TELL_OWNERS or (seen.st_uid == os.geteuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
+def is_own_file(path: Path) -> bool:
+    """Whether there is such a file, no link, that this user owns and nobody else can write to."""
+    try:
+        seen = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(seen.st_mode) and is_own(seen)
+
+
 def is_draft(name: str) -> bool:
     """Whether this is the name of a file that is not finished."""
     return name.endswith(DRAFT_SUFFIX)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import is_own, remove_abandoned, why_others_change, write_stream
+from flashgen.core.folders import is_own_file, remove_abandoned, why_others_change, write_stream
 from flashgen.core.quoting import shown
 from flashgen.core.settings import REQUIRED, cache_folder, settings
 
@@ -80,7 +80,7 @@ def signed_copy(path: Path, folder: Path | None = None) -> Path:
         place = cache_folder(FOLDER) if folder is None else folder
         remove_abandoned(place)
         copy = place / f"{digest.hex()[:64]}{path.suffix}"
-        if not _is_own_file(copy):
+        if not is_own_file(copy):
             _copy(path, copy, digest)
     except OSError as error:
         raise DatabaseError(f"a signed file is one that can be read, and copied; {path}: {error}") from error
@@ -261,11 +261,3 @@ def _opened(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise DatabaseError(f"a signed file, its signature and a key are ordinary files, which {path} is not")
     return os.fdopen(descriptor, "rb")
-
-
-def _is_own_file(path: Path) -> bool:
-    try:
-        seen = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(seen.st_mode) and is_own(seen)

@@ -11,13 +11,12 @@ import hashlib
 import os
 import shutil
 import sqlite3
-import stat
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.core.errors import DatabaseError, FlashgenError
-from flashgen.core.folders import DRAFT_SUFFIX, is_own, remove_abandoned, scratch_beside
+from flashgen.core.folders import DRAFT_SUFFIX, is_own_file, remove_abandoned, scratch_beside
 from flashgen.core.settings import cache_folder
 from flashgen.db.connection import Access, use
 from flashgen.db.inspection import version_of
@@ -212,19 +211,11 @@ def _migrated_copy(path: Path, access: Access, name: Path) -> Path:
         _copy(path, draft, access, name)
         digest = hashlib.sha256(draft.read_bytes()).hexdigest()[:16]
         copy = folder / f"{path.stem}-{digest}-{SCHEMA_VERSION}.sqlite3"
-        if not _is_own_file(copy):
+        if not is_own_file(copy):
             use(draft, "write", lambda connection: _upgrade(connection, name), name=name)
             draft.chmod(0o600)  # whatever the umask: a copy that others could have written is made again
             draft.replace(copy)
     return copy
-
-
-def _is_own_file(path: Path) -> bool:
-    try:
-        seen = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(seen.st_mode) and is_own(seen)
 
 
 def _copy(path: Path, target: Path, access: Access, name: Path) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from flashgen.core.errors import DatabaseError
 from flashgen.db import files
 from flashgen.db.connection import is_too_long
-from flashgen.db.schema import DeviceRow, FinalistRow, RecordRow, SearchRow, TrialRow, WorkloadRow
+from flashgen.db.schema import Base, DeviceRow, FinalistRow, RecordRow, SearchRow, TrialRow, WorkloadRow
 
 R = TypeVar("R", RecordRow, TrialRow, SearchRow, FinalistRow, DeviceRow, WorkloadRow)
 V = TypeVar("V")
@@ -29,6 +29,12 @@ def at_once(session: Session, query: sa.Select[R]) -> dict[int, R]:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError):  # a value that SQLAlchemy cannot convert
         return {}
+
+
+def row_counts(session: Session) -> dict[str, int]:
+    """Number of rows of each table, checked or not."""
+    tables = Base.metadata.sorted_tables
+    return {t.name: session.scalar(sa.select(sa.func.count()).select_from(t)) or 0 for t in tables}
 
 
 def build_one(session: Session, found: dict[int, R], table: type[R], row_id: int, build: Callable[[R], V]) -> V:

@@ -30,7 +30,7 @@ from flashgen.db import reading, rows, writing
 from flashgen.db.layout import SCHEMA_VERSION
 from flashgen.db.past_rows import origin_of
 from flashgen.db.reading import Validate
-from flashgen.db.row_reading import R
+from flashgen.db.row_reading import R, row_counts
 from flashgen.db.schema import Base, DeviceRow, RecordRow, WorkloadRow
 from flashgen.db.store import Store
 from flashgen.db.stored_trials import StoredTrials
@@ -193,12 +193,7 @@ class ServerStore(StoredTrials):
 
     def counts(self) -> dict[str, int]:
         """Number of rows of each table."""
-
-        def count(session: Session) -> dict[str, int]:
-            tables = Base.metadata.sorted_tables
-            return {t.name: session.scalar(sa.select(sa.func.count()).select_from(t)) or 0 for t in tables}
-
-        return self._run(count)
+        return self._run(row_counts)
 
     def _record(self, row: RecordRow) -> tuple[TuningRecord, Origin]:
         return reading.record_of(row, self.validate), UNKNOWN if row.origin is None else origin_of(row.origin)

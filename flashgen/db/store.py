@@ -32,8 +32,8 @@ from flashgen.db.inspection import refuse_computed
 from flashgen.db.past import Past, past_of
 from flashgen.db.reader import BadRow, Reader
 from flashgen.db.reading import Validate
-from flashgen.db.row_reading import R, at_once, build_one
-from flashgen.db.schema import Base, DeviceRow, FinalistRow, SearchRow, TrialRow, WorkloadRow
+from flashgen.db.row_reading import R, at_once, build_one, row_counts
+from flashgen.db.schema import DeviceRow, FinalistRow, SearchRow, TrialRow, WorkloadRow
 from flashgen.db.stored_trials import StoredTrials
 from flashgen.db.writing import Incoming, Merged, Wins
 
@@ -221,12 +221,7 @@ class Store(StoredTrials):
 
     def counts(self) -> dict[str, int]:
         """Number of rows of each table, checked or not."""
-
-        def count(session: Session) -> dict[str, int]:
-            tables = Base.metadata.sorted_tables
-            return {t.name: session.scalar(sa.select(sa.func.count()).select_from(t)) or 0 for t in tables}
-
-        return self._run(count)
+        return self._run(row_counts)
 
     def all_records(self) -> list[TuningRecord]:
         """Every record, or an error if one breaks a rule: for imports, which take all or nothing.

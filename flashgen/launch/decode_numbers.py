@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
+
 from flashgen.codegen.decode_splits import split_counts
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
@@ -22,6 +24,12 @@ Strides = tuple[int, int, int]
 
 Grid = tuple[int, int, int]
 """Programs along the three axes of a launch."""
+
+
+def strides_of(tensor: torch.Tensor) -> Strides:
+    """All of a tensor's strides but the last."""
+    first, second, third, _ = tensor.stride()
+    return first, second, third
 
 
 class DecodeShape(NamedTuple):

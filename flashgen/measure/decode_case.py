@@ -11,7 +11,7 @@ import torch
 from flashgen.core.features.positions import clamp_window
 from flashgen.core.record import Failure
 from flashgen.core.workload import Workload
-from flashgen.launch.decode_numbers import DecodeShape, Strides
+from flashgen.launch.decode_numbers import DecodeShape, strides_of
 from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.decode_inputs import DecodeForm, DecodeTensors, make_decode_inputs
 from flashgen.measure.timing import Run
@@ -134,10 +134,10 @@ def shape_of(w: Workload, one: DecodeTensors) -> DecodeShape:
         seqlen_q=w.seqlen_q,
         seqlen_k=slots,
         head_dim_v=w.head_dim_v,
-        q_strides=_strides(one.q),
-        k_strides=_strides(one.k),
-        v_strides=_strides(one.v),
-        o_strides=_strides(one.out),
+        q_strides=strides_of(one.q),
+        k_strides=strides_of(one.k),
+        v_strides=strides_of(one.v),
+        o_strides=strides_of(one.out),
         table_stride=0 if one.table is None else one.table.stride(0),
         num_pages=0 if one.table is None else one.k.shape[0],
         window_left=left,
@@ -148,8 +148,3 @@ def shape_of(w: Workload, one: DecodeTensors) -> DecodeShape:
         has_leftpad=one.leftpad is not None,
         has_lse=True,
     )
-
-
-def _strides(tensor: torch.Tensor) -> Strides:
-    first, second, third, _ = tensor.stride()
-    return first, second, third

@@ -13,7 +13,7 @@ from flashgen.core.quoting import shown
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.autograd.merging import merge_with_gradient
 from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, refuse_tangents
-from flashgen.runtime.ops.merging import LAYOUTS, merge, merge_list_op, merge_op
+from flashgen.runtime.ops.merging import LAYOUTS, each_of, merge, merge_list_op, merge_op, tensors_of
 
 Tensor = torch.Tensor
 
@@ -57,7 +57,7 @@ def merge_states(
     try:
         if not is_name_in(layout, LAYOUTS):
             raise WorkloadError(f'layout is "bhsd", "bshd" or "thd", got {shown(layout)}')
-        tensors = (*_each(outs), *_each(lses))
+        tensors = (*tensors_of(outs), *tensors_of(lses))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return merge_with_gradient(outs, lses, layout, dtype)
         bypasses_dispatcher = not is_dynamo_compiling() and (
@@ -69,15 +69,7 @@ def merge_states(
             refuse_tangents("merge_states", tensors)
         if isinstance(outs, Tensor) and isinstance(lses, Tensor):
             return merge_op(outs, lses, layout, dtype)  # type: ignore[no-any-return]
-        return merge_list_op(_apart(outs), _apart(lses), layout, dtype)  # type: ignore[no-any-return]
+        return merge_list_op(list(each_of(outs)), list(each_of(lses)), layout, dtype)  # type: ignore[no-any-return]
     except UNEXPECTED as error:
         explain_failure(error, locals())
         raise
-
-
-def _apart(states: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return list(states.unbind()) if isinstance(states, Tensor) and states.dim() else list(_each(states))
-
-
-def _each(states: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (states,) if isinstance(states, Tensor) else tuple(states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_mods import has_blocks
-from flashgen.codegen.common_wgmma import ROWS
+from flashgen.codegen.common_wgmma import ROWS, widest_block
 from flashgen.codegen.hopper_backward import resources, scores
 from flashgen.codegen.hopper_backward.resources import FUSED_ID, SPLIT_ID
 from flashgen.core.config import Config, KnobValue
@@ -26,16 +26,16 @@ def split_default(spec: Specialization, device: Device) -> Config:
     """A kernel of its own computes dq."""
     own: dict[str, KnobValue] = {
         # with scores of 128 queries the starts of all sums do not fit beside the mask of none
-        "accumulator_init": "upfront" if resources.width(spec) > ROWS or spec.causal else "interleaved",
+        "accumulator_init": "upfront" if widest_block(spec) > ROWS or spec.causal else "interleaved",
         "dq_block_n": ROWS if resources.is_wide(spec) else 2 * ROWS,
-        "dq_stages": 2 if resources.width(spec) > ROWS else 3,
+        "dq_stages": 2 if widest_block(spec) > ROWS else 3,
     }
     return Config.of(SPLIT_ID, {**_common_default(spec), **own})
 
 
 def _common_default(spec: Specialization) -> dict[str, KnobValue]:
     return {
-        "block_m": ROWS if resources.width(spec) > ROWS or _takes_registers(spec) else 2 * ROWS,
+        "block_m": ROWS if widest_block(spec) > ROWS or _takes_registers(spec) else 2 * ROWS,
         "q_stages": 2,
         # beside functions the values of a tile take registers of the next ones
         "persistent": spec.varlen or not (scores.weighs_first(spec) or has_blocks(spec)),

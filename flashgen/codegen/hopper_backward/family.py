@@ -11,7 +11,7 @@ from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile, why_p
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
-from flashgen.codegen.common_wgmma import ROWS, why_not_head_dim, why_not_wgmma
+from flashgen.codegen.common_wgmma import ROWS, why_not_head_dim, why_not_wgmma, widest_block
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.hopper_backward import heads, kernels, resources
 from flashgen.codegen.hopper_backward import template_context as text
@@ -118,7 +118,7 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
-    if config["block_m"] == 2 * ROWS and resources.width(spec) > ROWS:
+    if config["block_m"] == 2 * ROWS and widest_block(spec) > ROWS:
         return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
     if spec.causal and config["heads_per_group"] == 1:
         return "tiles with the most queries start first, and only groups of heads have an order for that"
@@ -152,7 +152,7 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
 def _why_impossible_order(spec: Specialization, config: Config) -> str | None:
     if not resources.prefetches_scores(config):
         return None
-    if resources.width(spec) > ROWS:
+    if widest_block(spec) > ROWS:
         return "s of the next step takes the registers that dk and dv of heads of more than 64 columns need"
     if config["accumulator_init"] == "upfront":
         return "s that is computed a step ahead has its start long before dp"

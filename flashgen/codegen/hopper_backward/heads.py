@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, why_pointless
-from flashgen.codegen.common_wgmma import ROWS
+from flashgen.codegen.common_wgmma import ROWS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_backward import resources
 from flashgen.codegen.hopper_backward.defaults import split_default
@@ -80,7 +80,7 @@ def _reads_dq_for_little(spec: Specialization, config: Config, sizes: Sizes, til
 
 
 def _may_split(spec: Specialization, config: Config) -> bool:
-    return resources.is_fused(config) and ROWS < resources.width(spec) <= 2 * ROWS and _is_plain(spec)
+    return resources.is_fused(config) and ROWS < widest_block(spec) <= 2 * ROWS and _is_plain(spec)
 
 
 def _is_plain(spec: Specialization) -> bool:
@@ -96,7 +96,7 @@ def stagger(spec: Specialization, config: Config) -> Config:
 
 
 def _staggered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> Config:
-    decides = resources.width(spec) > ROWS and (spec.causal or spec.window)
+    decides = widest_block(spec) > ROWS and (spec.causal or spec.window)
     if decides and tiles.count(sizes, heads_per_tile(config)) > FEW_WAVES * tiles.slots:
         return config
     return stagger(spec, config)

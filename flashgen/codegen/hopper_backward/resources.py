@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_groups import heads_per_tile
-from flashgen.codegen.common_wgmma import BARRIER_BYTES, FIRST_NAMED_BARRIER, ROWS, block
+from flashgen.codegen.common_wgmma import BARRIER_BYTES, FIRST_NAMED_BARRIER, ROWS, block, widest_block
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -40,14 +40,9 @@ FUSED_DEFAULT_SPILLS, SPLIT_DEFAULT_SPILLS = 48, 24
 """Of defaults of plain shapes, the most under Triton 3.6 and 3.9."""
 
 
-def width(spec: Specialization) -> int:
-    """Columns of the wider of both kinds of tiles."""
-    return max(block(spec.head_dim), block(spec.head_dim_v))
-
-
 def is_wide(spec: Specialization) -> bool:
     """Whether one warpgroup sums dk and the other dv, of the same 64 keys."""
-    return width(spec) > WIDEST
+    return widest_block(spec) > WIDEST
 
 
 def block_n(spec: Specialization) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_softcap import EXACT, HARDWARE, TANH, tanh_values
-from flashgen.codegen.common_wgmma import LEAST_COLUMNS, block
+from flashgen.codegen.common_wgmma import LEAST_COLUMNS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import why_not_split
 from flashgen.codegen.hopper_forward import resources, rules
@@ -80,7 +80,7 @@ USUAL: Changes = {
 
 def default(spec: Specialization, device: Device) -> Config:
     """What won for long sequences on an H200, made smaller where features take room."""
-    width = _width(spec)
+    width = widest_block(spec)
     config = Config.of(text.FAMILY_ID, {**USUAL, **_DEFAULTS[width, spec.causal]})
     if width == 64 and spec.window:
         # the windows of such models are as short as a block
@@ -107,12 +107,12 @@ def _with_functions(spec: Specialization, config: Config) -> Config:
     """`config` with tiles whose accumulators are seldom scaled, those with the most keys first where they differ."""
     group = 8 if spec.causal or has_blocks(spec) else 1
     changes = {**NAMED_BARRIERS, "conditional_rescale": True, "heads_per_group": group}
-    return config.replace(**{**changes, **_FOR_FUNCTIONS.get(_width(spec), {})})
+    return config.replace(**{**changes, **_FOR_FUNCTIONS.get(widest_block(spec), {})})
 
 
 def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
     """`config` with heads in two parts where that is less, and steps of 128 keys where there is room then."""
-    if _width(spec) == LEAST_COLUMNS or why_not_split(spec):
+    if widest_block(spec) == LEAST_COLUMNS or why_not_split(spec):
         return config
     parts = config.replace(split_d=True)
     if spec.causal and spec.head_dim == spec.head_dim_v > 2 * LEAST_COLUMNS:
@@ -145,7 +145,7 @@ def smallest(spec: Specialization, device: Device) -> Config:
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
     served = usual = default(spec, device)
-    found = [usual.replace(**changes) for changes in ({}, *SEED_CONFIGS[_width(spec), spec.causal])]
+    found = [usual.replace(**changes) for changes in ({}, *SEED_CONFIGS[widest_block(spec), spec.causal])]
     best = found[1]
     if resources.softmax_reference(served) != "running":
         found.append(usual.replace(softmax_reference="running"))
@@ -192,7 +192,3 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """Why a nearby record's config is not worth serving at these sizes, or None."""
     return head_packing.poor_at_sizes(sizes, resources.tile_rows(config), resources.packed_heads(config))
-
-
-def _width(spec: Specialization) -> int:
-    return max(block(spec.head_dim), block(spec.head_dim_v))

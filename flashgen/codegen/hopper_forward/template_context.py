@@ -17,7 +17,7 @@ from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
-from flashgen.codegen.head_parts import HeadPart
+from flashgen.codegen.head_parts import HeadPart, part_names
 from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.hopper_forward import scores as hopper_scores
 from flashgen.codegen.key_splits import KEY_SPLITS, merge_kernel, merge_values, share_parameters, split_keys
@@ -56,8 +56,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "d_parts": d_parts,
         "v_parts": v_parts,
         # names of the tiles of Q, of the accumulators, and of the descriptors and places in shared memory of Q
-        "q_names": [f"q{part.suffix}" for part in d_parts],
-        "acc_names": [f"acc{part.suffix}" for part in v_parts],
+        "q_names": part_names("q", d_parts),
+        "acc_names": part_names("acc", v_parts),
         # query rows of a warpgroup, and query positions of a tile, which are fewer where heads are packed
         "rows": ROWS,
         "q_stages": resources.q_stages(config),

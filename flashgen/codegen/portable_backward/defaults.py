@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_groups import HEADS_PER_TILE
-from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
+from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_block, table_kind
 from flashgen.codegen.common_products import IEEE, PRODUCTS
-from flashgen.codegen.head_parts import padded
 from flashgen.codegen.portable_backward.resources import FUSED_ID, SPLIT_ID
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -98,11 +97,11 @@ def seed_configs_fused(spec: Specialization, device: Device) -> tuple[Config, ..
     default = default_fused(spec, device)
     if spec.dtype == "fp32":
         parts = [default.replace(products=kind) for kind in ("tf32x3", "bf16x6")]
-        tiles = _SEED_TILES_PARTS.get(_block(spec), ())
+        tiles = _SEED_TILES_PARTS.get(table_block(spec), ())
         return tuple(each.replace(**_knobs(tile, "block_n", "block_m")) for tile in tiles for each in parts)
     if not device.has_wgmma or spec.dtype == "tf32" or is_heavy(spec):
         return ()
-    tiles = _SEED_TILES_FUSED.get(_block(spec), ())
+    tiles = _SEED_TILES_FUSED.get(table_block(spec), ())
     return tuple(default.replace(**_knobs(tile, "block_n", "block_m")) for tile in tiles)
 
 
@@ -128,17 +127,13 @@ def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, Kno
 
 
 def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
-    block = _block(spec)
+    block = table_block(spec)
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
     kinds = (table_kind(device), "nvidia")
     dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
     if not is_heavy(spec) and not spec.varlen:
         return dkdv, dq, fused
     return _lighter(dkdv, device), _lighter(dq, device), _lighter(fused, device)
-
-
-def _block(spec: Specialization) -> int:
-    return max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
 
 
 def _lighter(tile: Tile, device: Device) -> Tile:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from flashgen.codegen.aux_gradient import aux_gradient_sources
 from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
 from flashgen.codegen.common_mods import BLOCK_LISTS, aux_names, daux_names, has_blocks, hides, mod_values
+from flashgen.codegen.common_portable import has_visible_key_range
 from flashgen.codegen.common_products import precision
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
-from flashgen.codegen.head_parts import HeadPart, head_parts, is_split, padded
+from flashgen.codegen.head_parts import HeadPart, head_parts, is_split, padded, part_names
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
 from flashgen.codegen.score_mod_gradient import gradient_source
 from flashgen.core.config import Config
@@ -58,9 +59,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "aux_grads": list(spec.mods.aux_grads) if spec.mods else [],
         "block_lists": list(BLOCK_LISTS.items()) if has_blocks(spec) else [],
         "strides": _strides(spec),
-        "dkdv_state": [*_each("dk", d_parts), *_each("dv", v_parts), *(["dbias"] if sums_keys(spec) else [])],
+        "dkdv_state": [*part_names("dk", d_parts), *part_names("dv", v_parts), *(["dbias"] if sums_keys(spec) else [])],
         "dkdv_arguments": _dkdv_arguments(spec, config, d_parts, v_parts),
-        "dq_state": _each("dq", d_parts),
+        "dq_state": part_names("dq", d_parts),
         "dq_arguments": _dq_arguments(spec, config, d_parts, v_parts),
         **dict(config.knobs),
         "heads_per_tile": heads_per_tile(config),
@@ -81,11 +82,6 @@ def sums_keys(spec: Specialization) -> bool:
 def has_dbias(spec: Specialization) -> bool:
     """Whether the gradient of a bias has a kernel of its own."""
     return spec.bias_grad and spec.bias == "full"
-
-
-def has_visible_key_range(spec: Specialization) -> bool:
-    """Whether a program of dQ looks first where the visible keys of its mask begin and end."""
-    return spec.mask == "keys" and not has_blocks(spec)
 
 
 def _features(spec: Specialization, config: Config) -> dict[str, object]:
@@ -178,7 +174,7 @@ def _dkdv_arguments(
     """What a step of the loop of dK and dV reads; the names are the same inside and outside of it."""
     features = _features(spec, config)
     descriptors = config["loads"] == "descriptor"
-    found = [*_each("k", d_parts), *_each("v", v_parts)]
+    found = [*part_names("k", d_parts), *part_names("v", v_parts)]
     if descriptors:
         found += [*_descriptors("q", d_parts), *_descriptors("do", v_parts), "q_start" if spec.varlen else "b", "h"]
     else:
@@ -208,7 +204,7 @@ def _dq_arguments(
 ) -> list[str]:
     """What a step of the loop of dQ reads; the names are the same inside and outside of it."""
     edges = spec.causal or spec.window
-    found = [*_each("q", d_parts), *_each("do", v_parts), "lse", "neg_delta"]
+    found = [*part_names("q", d_parts), *part_names("do", v_parts), "lse", "neg_delta"]
     if config["loads"] == "descriptor":
         found += [*_descriptors("k", d_parts), *_descriptors("v", v_parts)]
         found += ["h_k", "k_start"] if spec.varlen else ["b", "h_k"]
@@ -238,10 +234,6 @@ def _score_arguments(spec: Specialization) -> list[str]:
     found = ["softcap_rate"] if spec.softcap else []
     found += ["score_scale"] if has_additive_score(spec) else [_scale_name(spec)]
     return found + (["slope"] if spec.alibi else [])
-
-
-def _each(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
-    return [f"{name}{part.suffix}" for part in parts]
 
 
 def _descriptors(name: str, parts: tuple[HeadPart, ...]) -> list[str]:

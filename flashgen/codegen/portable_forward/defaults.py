@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
+from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_block, table_kind
 from flashgen.codegen.common_products import IEEE, PRODUCTS
 from flashgen.codegen.common_softcap import EXACT, TANH
-from flashgen.codegen.head_parts import padded
 from flashgen.codegen.key_splits import SPLIT_KEYS
 from flashgen.codegen.portable_forward.pages import PAGE_IDS, default_page_ids, holds_tiles
 from flashgen.core.config import Config
@@ -164,7 +163,7 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     if spec.dtype != "fp32" or not device.is_nvidia:
         return ()
     default = default_config(spec, device)
-    tiles = _SEED_TILES_PARTS.get(_block(spec), ())
+    tiles = _SEED_TILES_PARTS.get(table_block(spec), ())
     found = (default.replace(**dict(zip(BLOCK_KNOBS, tile, strict=True))) for tile in tiles)
     return tuple(config.replace(products=products) for config in found for products in ("bf16x6", "tf32x3"))
 
@@ -173,15 +172,11 @@ def _tile_of_parts(spec: Specialization, device: Device) -> tuple[int, int, int,
     """The default tile of products in parts, or None where IEEE products serve."""
     if spec.dtype != "fp32" or is_heavy(spec):
         return None
-    return _DEFAULTS_PARTS.get((table_kind(device), _block(spec)))
-
-
-def _block(spec: Specialization) -> int:
-    return max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+    return _DEFAULTS_PARTS.get((table_kind(device), table_block(spec)))
 
 
 def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
-    block, kind = _block(spec), table_kind(device)
+    block, kind = table_block(spec), table_kind(device)
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype)
     if table is None:
         table = _DEFAULTS_HEAVY if is_heavy(spec) else _DEFAULTS

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_mods import has_blocks, hides, mod_step_arguments, mod_values
+from flashgen.codegen.common_portable import has_visible_key_range
 from flashgen.codegen.common_products import precision, uses_tensor_cores
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
-from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
+from flashgen.codegen.head_parts import HeadPart, head_parts, is_split, part_names
 from flashgen.codegen.key_splits import merge_values, split_keys
 from flashgen.codegen.portable_forward.pages import page_values
 from flashgen.core.config import Config
@@ -35,16 +36,11 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **mod_values(spec),
         **merge_values(spec.head_dim_v, storage(spec)),
         # names of what a step of the loop changes, and of what it reads
-        "state": [*_each("acc", v_parts), "l_i", "m_i"],
+        "state": [*part_names("acc", v_parts), "l_i", "m_i"],
         "step_arguments": _step_arguments(spec, config, d_parts),
         **dict(config.knobs),
         "split_keys": split_keys(config),
     }
-
-
-def has_visible_key_range(spec: Specialization) -> bool:
-    """Whether a program looks first where the visible keys of its mask begin and end."""
-    return spec.mask == "keys" and not has_blocks(spec)
 
 
 def _features(spec: Specialization, config: Config) -> dict[str, object]:
@@ -146,7 +142,7 @@ def stride_names(spec: Specialization, config: Config) -> list[str]:
 
 def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPart, ...]) -> list[str]:
     """What a step of the loop reads and does not change; the names are the same inside and outside of it."""
-    found = _each("q", d_parts)
+    found = part_names("q", d_parts)
     if config["loads"] == "descriptor":
         v_parts = head_parts(spec.head_dim_v, is_split(config))
         found += [f"k{part.descriptor_suffix}_desc" for part in d_parts]
@@ -173,7 +169,3 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
             found += [] if spec.aligned_scores else [f"stride_{name}_k"]
     found += ["m_block", "rng_seed", "rng_offset", "dropout_threshold"] if spec.dropout else []
     return found + mod_step_arguments(spec)
-
-
-def _each(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
-    return [f"{name}{part.suffix}" for part in parts]

@@ -18,7 +18,7 @@ from flashgen.core.features.table import checked, specialization_fields, workloa
 from flashgen.core.features.table import values as table_values
 from flashgen.core.features.values import Features, Window
 from flashgen.core.workload import DECODE, Specialization
-from flashgen.launch.decode_numbers import DecodeShape
+from flashgen.launch.decode_numbers import DecodeShape, strides_of
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.arguments import check_scale
@@ -288,9 +288,3 @@ def _checked_scale(scale: float | None, head_dim: int) -> float:
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether its start and every stride in use are multiples of 16 bytes."""
     return tensor.data_ptr() % ALIGNMENT_BYTES == 0 and has_aligned_rows(tensor)
-
-
-def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """All of a tensor's strides but the last."""
-    first, second, third, _ = tensor.stride()
-    return first, second, third

@@ -16,9 +16,9 @@ from flashgen.core.features.positions import clamp_window
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.values import Window
 from flashgen.launch.allocation import empty_on_current
-from flashgen.launch.decode_numbers import DecodeShape, Strides
+from flashgen.launch.decode_numbers import DecodeShape, Strides, strides_of
 from flashgen.launch.decode_plan import Launch
-from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, strides_of
+from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.decode.recent import Again, Kind, Ready, Result, Tensors, question
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE

@@ -23,6 +23,7 @@ from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.decode.plans import planned
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import remember
+from flashgen.runtime.ops.keys import layout_of
 
 Tensor = torch.Tensor
 
@@ -248,8 +249,10 @@ def _key(call: DecodeCall, shared: SharedKeys, out: Tensor) -> tuple[Any, ...]:
     pointers = call.q.data_ptr() | shared.k.data_ptr() | shared.v.data_ptr() | out.data_ptr()
     needs_gradient = torch.is_grad_enabled() and (shared.k.requires_grad or shared.v.requires_grad)
     options = (call.causal, call.softmax_scale, call.fixed_split_size, features.window, features.softcap)
-    return pointers & 15, shared.starts, needs_gradient, *options, *map(_layout, tensors)
-
-
-def _layout(tensor: Tensor | None) -> object:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    return (
+        pointers & 15,
+        shared.starts,
+        needs_gradient,
+        *options,
+        *[None if each is None else layout_of(each) for each in tensors],
+    )

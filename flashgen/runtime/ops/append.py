@@ -19,6 +19,7 @@ from flashgen.runtime.ops.append_rules import AppendArguments, check, check_apar
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
 from flashgen.runtime.ops.helpers import has_aligned_rows, launcher, remember, used_strides
+from flashgen.runtime.ops.keys import layout_of
 from flashgen.runtime.ops.overlap import span_bytes
 
 if TYPE_CHECKING:
@@ -84,15 +85,15 @@ def append(given: AppendArguments) -> Tensor | None:
         v.get_device(),
         k_cache.get_device(),
         v_cache.get_device(),
-        None if seqlens is None else _facts(seqlens),
-        None if block_table is None else _facts(block_table),
-        None if slot_mapping is None else _facts(slot_mapping),
-        None if batch_idx is None else _facts(batch_idx),
-        None if leftpad is None else _facts(leftpad),
-        None if cos is None else _facts(cos),
-        None if sin is None else _facts(sin),
-        None if first is None else _facts(first),
-        None if q is None else _facts(q),
+        None if seqlens is None else layout_of(seqlens),
+        None if block_table is None else layout_of(block_table),
+        None if slot_mapping is None else layout_of(slot_mapping),
+        None if batch_idx is None else layout_of(batch_idx),
+        None if leftpad is None else layout_of(leftpad),
+        None if cos is None else layout_of(cos),
+        None if sin is None else layout_of(sin),
+        None if first is None else layout_of(first),
+        None if q is None else layout_of(q),
     )
     run = _remembered(key)
     if run is None:
@@ -101,11 +102,6 @@ def append(given: AppendArguments) -> Tensor | None:
     if settings().checks:
         check_contents(given)
     return run(given)
-
-
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    """What of a tensor chooses code or a rule."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 def _prepared(given: AppendArguments, *, aligned: bool) -> Run:

@@ -48,6 +48,11 @@ def aux_gradient(number: int) -> str:
     return f"aux{number}"
 
 
+def layout_of(tensor: Any) -> tuple[Any, ...]:
+    """What of a tensor chooses code or a rule."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
 FLOAT32 = torch.float32
 
 

@@ -15,6 +15,7 @@ from flashgen.core.quoting import shown
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
 from flashgen.runtime.ops.helpers import has_aligned_rows, launcher, remember, used_strides
+from flashgen.runtime.ops.keys import layout_of
 
 if TYPE_CHECKING:
     from flashgen.launch.helper_launch import HelperRun
@@ -51,11 +52,11 @@ def merge(outs: States, lses: States, layout: str = "bhsd", dtype: torch.dtype |
     if not is_stacked and (isinstance(outs, Tensor) or isinstance(lses, Tensor) or len(outs) > MOST_SEPARATE):
         check(outs, lses, layout, dtype)
         outs, lses, is_stacked = stacked(outs), stacked(lses), True
-    one, two = _tuple(outs), _tuple(lses)
+    one, two = tensors_of(outs), tensors_of(lses)
     addresses = 0
     for tensor in one:
         addresses |= tensor.data_ptr()
-    key = (is_stacked, len(one), layout, dtype, not addresses & 15, *map(_facts, one), *map(_facts, two))
+    key = (is_stacked, len(one), layout, dtype, not addresses & 15, *map(layout_of, one), *map(layout_of, two))
     run = _remembered(key)
     if run is None:
         check(outs, lses, layout, dtype)
@@ -75,7 +76,7 @@ def check(outs: States, lses: States, layout: str, dtype: torch.dtype | None) ->
     Raises:
         WorkloadError: a number, a shape, a dtype or a device breaks a rule.
     """
-    one, two = _each(outs), _each(lses)
+    one, two = each_of(outs), each_of(lses)
     if len(one) != len(two) or not one:
         raise WorkloadError(
             f"there is at least one state, and an LSE for each, got {len(one)} outputs, {len(two)} LSEs"
@@ -105,17 +106,14 @@ def check(outs: States, lses: States, layout: str, dtype: torch.dtype | None) ->
         raise WorkloadError(f"rows of a state are at most {MAX_SIZE}, got {tuple(first.shape)}")
 
 
-def _tuple(states: States) -> tuple[Tensor, ...]:
+def tensors_of(states: States) -> tuple[Tensor, ...]:
+    """The tensors that a call gives: one of all states, or one for each."""
     return (states,) if isinstance(states, Tensor) else tuple(states)
 
 
-def _each(states: States) -> tuple[Tensor, ...]:
+def each_of(states: States) -> tuple[Tensor, ...]:
     """One tensor a state."""
-    return tuple(states.unbind()) if isinstance(states, Tensor) and states.dim() else _tuple(states)
-
-
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+    return tuple(states.unbind()) if isinstance(states, Tensor) and states.dim() else tensors_of(states)
 
 
 def _prepared(

@@ -25,6 +25,7 @@ from flashgen.runtime.ops.keys import (
     FLOAT32,
     TF32,
     allows_tf32,
+    layout_of,
 )
 from flashgen.runtime.ops.runs import FeatureRun
 
@@ -140,15 +141,11 @@ def _sequences_key(features: Features) -> tuple[Any, ...]:
         ends.stride(),
         ends.dtype,
         ends.get_device(),
-        None if keys is ends else _layout(keys),
-        None if used_q is None else _layout(used_q),
-        None if used_k is None else _layout(used_k),
+        None if keys is ends else layout_of(keys),
+        None if used_q is None else layout_of(used_q),
+        None if used_k is None else layout_of(used_k),
         features.max_seqlens,
         features.window,
         features.softcap > 0,
         features.batch_invariant,
     )
-
-
-def _layout(tensor: Any) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()

@@ -24,7 +24,7 @@ from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.fakes import check
 from flashgen.runtime.ops.generated import of_scores_function
-from flashgen.runtime.ops.keys import WITH_LSE, feature_key
+from flashgen.runtime.ops.keys import WITH_LSE, feature_key, layout_of
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from flashgen.runtime.ops.schemas import SERVED
 
@@ -68,7 +68,7 @@ def attend_mixed(
         UnsupportedError, BuildError, LaunchError: as `flashgen.attention_varlen`.
     """
     addresses = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15  # what is odd has other kernels, and so records
-    key = (num_decodes, causal, addresses, q.shape, q.stride(), q.dtype, q.get_device(), *_layout(k), *_layout(v))
+    key = (num_decodes, causal, addresses, q.shape, q.stride(), q.dtype, q.get_device(), *layout_of(k), *layout_of(v))
     key += feature_key(features)
     apart = APART.get(key)
     if apart is None:
@@ -97,10 +97,6 @@ def check_decodes(num_decodes: int, q: Tensor, features: Features) -> None:
         raise WorkloadError(
             f"num_decodes counts sequences over a paged cache: it needs a block_table, got {num_decodes}"
         )
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 def _is_apart(q: Tensor, k: Tensor, v: Tensor, causal: bool, num_decodes: int, features: Features) -> bool:
