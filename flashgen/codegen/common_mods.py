@@ -37,6 +37,19 @@ def hides(spec: Specialization) -> bool:
     return spec.mods is not None and spec.mods.mask_mod is not None
 
 
+def host_features(spec: Specialization) -> list[str]:
+    """The features that a launcher which stands alone takes as arguments, by the names of the call."""
+    asked: dict[str, object] = {
+        "window": spec.window,
+        "softcap": spec.softcap,
+        "alibi_slopes": spec.alibi,
+        "sinks": spec.sink,
+    }
+    asked |= {"bias": spec.bias, "mask": spec.mask, "aux": aux_names(spec), "block_mask": has_blocks(spec)}
+    asked |= {"dropout_p": spec.dropout, "rng_state": spec.dropout}
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
 def mod_values(spec: Specialization) -> dict[str, object]:
     """Values of the template."""
     mods = spec.mods

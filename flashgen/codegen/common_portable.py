@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import has_blocks
+from flashgen.codegen.common_mods import has_blocks, host_features
+from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
+from flashgen.codegen.common_types import ALIGNMENT_BYTES, bias_dtype, storage
 from flashgen.codegen.head_parts import padded, why_not_split
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 MAX_REGS_PER_THREAD = 255
@@ -79,11 +81,79 @@ def table_block(spec: Specialization) -> int:
     return max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
 
 
-def has_visible_key_range(spec: Specialization) -> bool:
-    """Whether a program for queries looks first where the visible keys of its mask begin and end."""
-    return spec.mask == "keys" and not has_blocks(spec)
-
-
 def is_heavy(spec: Specialization) -> bool:
     """Whether weights depend on more than products, the ends of the keys and a softcap."""
     return spec.window or spec.alibi or bool(spec.bias) or bool(spec.mask) or spec.dropout or spec.mods is not None
+
+
+def feature_values(spec: Specialization) -> dict[str, object]:
+    """What the templates of both passes are told of features in the same words."""
+    return {
+        "causal": spec.causal,
+        "varlen": spec.varlen,
+        "window": spec.window,
+        "positional": is_positional(spec),
+        "offset_tensor": spec.offset_tensor and is_positional(spec),
+        # scores that go on changing when a query stands far behind the last key or before the first
+        "offset_unbounded": spec.window or spec.alibi,
+        "softcap": spec.softcap,
+        "exact_softcap": spec.dtype == "fp32",
+        "alibi": spec.alibi,
+        "dropout": spec.dropout,
+        "bias": spec.bias,
+        "mask": spec.mask,
+        "bias_dtype": bias_dtype(spec),
+        "visible_key_range": has_visible_key_range(spec),
+        # tiles of a bias or a mask are loaded beside K and V, 16 bytes at a time where the compiler knows their places
+        "tiled": "full" in (spec.bias, spec.mask),
+        "aligned_scores": spec.aligned_scores,
+        "has_additive_score": has_additive_score(spec),
+        "scale": "LOG2E" if has_additive_score(spec) else scale_name(spec),
+        # loads leave out what lies before the keys that any query sees, beside what lies behind them
+        "two_ends": spec.window or has_visible_key_range(spec),
+        "key_end": key_end(spec),
+        "host_features": host_features(spec),
+    }
+
+
+def has_visible_key_range(spec: Specialization) -> bool:
+    """Whether a program looks first where the visible keys of its mask begin and end."""
+    return spec.mask == "keys" and not has_blocks(spec)
+
+
+def key_end(spec: Specialization) -> str:
+    """What a step calls the end of the keys."""
+    return "key_end" if spec.causal or spec.window or has_visible_key_range(spec) else "seqlen_k"
+
+
+def scale_name(spec: Specialization) -> str:
+    """The parameter that scales scores to powers of two."""
+    return "softcap_scale_log2" if spec.softcap else "softmax_scale_log2"
+
+
+def score_arguments(spec: Specialization) -> list[str]:
+    """What a step makes scores of products with."""
+    found = ["softcap_rate"] if spec.softcap else []
+    found += ["score_scale"] if has_additive_score(spec) else [scale_name(spec)]
+    return found + (["slope"] if spec.alibi else [])
+
+
+def score_rows(spec: Specialization) -> list[str]:
+    """Where a step that walks over keys finds a bias and a mask."""
+    found = []
+    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
+        if kind:
+            found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
+            found += [] if spec.aligned_scores else [f"stride_{name}_k"]
+    return found
+
+
+def multiples(spec: Specialization, names: list[str]) -> list[tuple[str, int]]:
+    """Strides, and those of a bias and a mask, with the number of elements that each is a multiple of (1: unknown)."""
+    multiple = ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1
+    found = [(name, multiple) for name in names]
+    for name, kind, size in (("bias", spec.bias, DTYPE_BYTES[bias_dtype(spec)]), ("mask", spec.mask, 1)):
+        if kind:
+            multiple = ALIGNMENT_BYTES // size if spec.aligned_scores else 1
+            found += [(stride, multiple) for stride in score_strides(spec, name, kind)]
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
-from flashgen.codegen.common_mods import block_names, has_blocks
+from flashgen.codegen.common_mods import block_names, has_blocks, host_features
 from flashgen.codegen.common_scores import is_positional, window_edges
 from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS, SEQUENCE_SIZES
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
@@ -94,18 +94,12 @@ def _features(spec: Specialization) -> dict[str, object]:
         # of the next head; the one behind the last head of a call is none
         "next_visibility_arguments": [*_of_head("gl.minimum(h, nheads - 1)", hidden), *seen, "seqlen_k"],
         "listed_visibility_arguments": [*_of_head("gl.minimum(next_h, nheads - 1)", hidden), *seen, "seqlen_k"],
-        "host_features": _host_features(spec),
+        "host_features": host_features(spec),
     }
 
 
 def _of_head(head: str, names: list[str]) -> list[str]:
     return ["own_key", *(head if name == "h" else name for name in names)]
-
-
-def _host_features(spec: Specialization) -> list[str]:
-    found = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi, "mask": bool(spec.mask)}
-    found |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
-    return [name for name, present in found.items() if present]
 
 
 def _offset_name(spec: Specialization) -> str:

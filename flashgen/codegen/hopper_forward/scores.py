@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import aux_names, block_names, has_blocks, hides, mod_values
+from flashgen.codegen.common_mods import aux_names, block_names, has_blocks, hides, host_features, mod_values
 from flashgen.codegen.common_scores import has_additive_score, is_positional, scales, score_strides, window_edges
 from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.hopper_forward.resources import hides_single, score_tiles
@@ -24,9 +24,6 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
     splits = ["key_splits"] if shared_keys else []
     sizes = ["nheads", "group_size", *splits, *of_call, *window_edges(spec)]
     sizes += ["lists"] if has_blocks(spec) else []
-    host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
-    host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
-    host |= {"aux": bool(aux_names(spec)), "block_mask": has_blocks(spec)}
     return {
         **mod_values(spec),
         "functions": spec.mods is not None,
@@ -72,7 +69,7 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
         "rule": _rule(spec),
         # one number needs no tuple, unless a function takes it apart
         "by_rule": len(_rule(spec)) > 1 or has_additive_score(spec),
-        "host_features": [name for name, present in host.items() if present],
+        "host_features": host_features(spec),
     }
 
 

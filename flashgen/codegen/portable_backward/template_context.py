@@ -5,10 +5,17 @@ from __future__ import annotations
 from flashgen.codegen.aux_gradient import aux_gradient_sources
 from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
 from flashgen.codegen.common_mods import BLOCK_LISTS, aux_names, daux_names, has_blocks, hides, mod_values
-from flashgen.codegen.common_portable import has_visible_key_range
+from flashgen.codegen.common_portable import (
+    feature_values,
+    has_visible_key_range,
+    key_end,
+    multiples,
+    scale_name,
+    score_arguments,
+    score_rows,
+)
 from flashgen.codegen.common_products import precision
-from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
+from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split, padded, part_names
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
 from flashgen.codegen.score_mod_gradient import gradient_source
@@ -85,41 +92,15 @@ def has_dbias(spec: Specialization) -> bool:
 
 
 def _features(spec: Specialization, config: Config) -> dict[str, object]:
-    tiled = "full" in (spec.bias, spec.mask)
     edges = spec.causal or spec.window
-    checks_end = is_fused(config) or tiled or spec.varlen
-    host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
-    host |= {"bias": bool(spec.bias), "mask": bool(spec.mask)}
-    host |= {"dropout_p": spec.dropout, "rng_state": spec.dropout}
-    host |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
+    checks_end = is_fused(config) or "full" in (spec.bias, spec.mask) or spec.varlen
     return {
-        "causal": spec.causal,
-        "varlen": spec.varlen,
-        "window": spec.window,
-        "positional": is_positional(spec),
-        "offset_tensor": spec.offset_tensor and is_positional(spec),
-        # scores that go on changing when a query stands far behind the last key or before the first
-        "offset_unbounded": spec.window or spec.alibi,
-        "softcap": spec.softcap,
-        "exact_softcap": spec.dtype == "fp32",
+        **feature_values(spec),
         "hardware_tanh": False,
-        "alibi": spec.alibi,
-        "dropout": spec.dropout,
-        "bias": spec.bias,
-        "mask": spec.mask,
         "bias_grad": spec.bias_grad,
-        "bias_dtype": bias_dtype(spec),
         "sums_keys": sums_keys(spec),
         "dbias_kernel": has_dbias(spec),
-        "visible_key_range": has_visible_key_range(spec),
-        "tiled": tiled,
-        "aligned_scores": spec.aligned_scores,
-        "has_additive_score": has_additive_score(spec),
-        "scale": "LOG2E" if has_additive_score(spec) else _scale_name(spec),
-        "scale_argument": _scale_name(spec),
-        # loads leave out what lies before the keys that any query sees, beside what lies behind them
-        "two_ends": spec.window or has_visible_key_range(spec),
-        "key_end": "key_end" if edges or has_visible_key_range(spec) else "seqlen_k",
+        "scale_argument": scale_name(spec),
         # dq is a sum over keys, so the zeros behind the last one must not meet an infinite p there
         "checks_end": checks_end,
         # a second loop for blocks of which something is hidden
@@ -129,7 +110,6 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "cleaning": _cleaning(spec, config),
         # what shared parts ask for and a backward pass has not
         "sink": False,
-        "host_features": [name for name, present in host.items() if present],
     }
 
 
@@ -151,18 +131,9 @@ def _cleaning(spec: Specialization, config: Config) -> str:
     return ""
 
 
-def _scale_name(spec: Specialization) -> str:
-    return "softcap_scale_log2" if spec.softcap else "softmax_scale_log2"
-
-
 def _strides(spec: Specialization) -> list[tuple[str, int]]:
     """Every stride of the kernels with the number of elements that it is a multiple of (1: unknown)."""
-    multiple = ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1
-    found = [(f"stride_{tensor}{axis}", multiple) for tensor in TENSORS for axis in "bhs"]
-    for name, kind, size in (("bias", spec.bias, DTYPE_BYTES[bias_dtype(spec)]), ("mask", spec.mask, 1)):
-        if kind:
-            multiple = ALIGNMENT_BYTES // size if spec.aligned_scores else 1
-            found += [(stride, multiple) for stride in score_strides(spec, name, kind)]
+    found = multiples(spec, [f"stride_{tensor}{axis}" for tensor in TENSORS for axis in "bhs"])
     if has_dbias(spec):
         found += [(f"stride_dbias_{axis}", 1) for axis in "bhq"]
     return found
@@ -188,7 +159,7 @@ def _dkdv_arguments(
     found += ["DqAcc", "head_row"] if is_fused(config) else []
     found += ["reach"] if edges else []
     found += ["left"] if spec.window else []
-    found += _score_arguments(spec)
+    found += score_arguments(spec)
     found += ["offset"] if spec.alibi else []
     for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
         if kind == "full":
@@ -212,15 +183,10 @@ def _dq_arguments(
         found += ["k_base", "v_base", "stride_ks", "stride_vs"]
     found += ["n"]
     found += ["key_start"] if spec.window or has_visible_key_range(spec) else []
-    found += ["key_end" if edges or has_visible_key_range(spec) else "seqlen_k"]
+    found += [key_end(spec)]
     found += ["first"] if spec.window else []
     found += ["limit"] if edges else []
-    found += _score_arguments(spec)
-    found += ["positions"] if spec.alibi else []
-    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
-        if kind:
-            found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
-            found += [] if spec.aligned_scores else [f"stride_{name}_k"]
+    found += [*score_arguments(spec), *(["positions"] if spec.alibi else []), *score_rows(spec)]
     found += _mod_arguments(spec, found, "row", "last_key") if spec.mods else []
     return found + (["m_block", *DROPOUT] if spec.dropout else [])
 
@@ -228,12 +194,6 @@ def _dq_arguments(
 def _mod_arguments(spec: Specialization, found: list[str], *places: str) -> list[str]:
     """What a step reads for the functions of the caller beside what it has."""
     return [*(name for name in ("b", "h") if name not in found), *places, *aux_names(spec)]
-
-
-def _score_arguments(spec: Specialization) -> list[str]:
-    found = ["softcap_rate"] if spec.softcap else []
-    found += ["score_scale"] if has_additive_score(spec) else [_scale_name(spec)]
-    return found + (["slope"] if spec.alibi else [])
 
 
 def _descriptors(name: str, parts: tuple[HeadPart, ...]) -> list[str]:

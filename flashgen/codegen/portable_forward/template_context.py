@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import has_blocks, hides, mod_step_arguments, mod_values
-from flashgen.codegen.common_portable import has_visible_key_range
+from flashgen.codegen.common_mods import hides, mod_step_arguments, mod_values
+from flashgen.codegen.common_portable import (
+    feature_values,
+    has_visible_key_range,
+    key_end,
+    multiples,
+    score_arguments,
+    score_rows,
+)
 from flashgen.codegen.common_products import precision, uses_tensor_cores
-from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_softcap import HARDWARE, tanh
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
+from flashgen.codegen.common_types import TL_DTYPES, TORCH_DTYPES, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split, part_names
 from flashgen.codegen.key_splits import merge_values, split_keys
 from flashgen.codegen.portable_forward.pages import page_values
 from flashgen.core.config import Config
-from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.core.workload import Specialization
 
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
@@ -44,45 +50,18 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
 
 
 def _features(spec: Specialization, config: Config) -> dict[str, object]:
-    host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
-    host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
-    host |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
-    host |= {"dropout_p": spec.dropout, "rng_state": spec.dropout}
     return {
-        "causal": spec.causal,
-        "varlen": spec.varlen,
-        "offset_tensor": spec.offset_tensor and is_positional(spec),
-        "positional": is_positional(spec),
-        "window": spec.window,
-        # scores that go on changing when a query stands far behind the last key or before the first
-        "offset_unbounded": spec.window or spec.alibi,
-        "softcap": spec.softcap,
-        "exact_softcap": spec.dtype == "fp32",
+        **feature_values(spec),
         "hardware_tanh": tanh(config) == HARDWARE,
-        "alibi": spec.alibi,
         "sink": spec.sink,
-        "dropout": spec.dropout,
-        "bias": spec.bias,
-        "mask": spec.mask,
-        "visible_key_range": has_visible_key_range(spec),
+        "sink_dtype": spec.sink_dtype or "fp32",
         # rows of a block may have ends of their own, or all that of the keys where no mask hides what lies behind it
         "ends": _has_ends(spec),
-        # tiles of a bias or a mask are loaded beside K and V, 16 bytes at a time where the compiler knows their places
-        "tiled": "full" in (spec.bias, spec.mask),
-        # loads leave out what lies before and what lies behind all visible keys
-        "two_ends": spec.window or has_visible_key_range(spec),
-        "bias_dtype": bias_dtype(spec),
-        "sink_dtype": spec.sink_dtype or "fp32",
-        "aligned_scores": spec.aligned_scores,
-        "has_additive_score": has_additive_score(spec),
         # a whole row of any block may be hidden, not only in the blocks at the ends
         "guarded": bool(spec.bias or spec.mask == "full" or spec.mods),
         "cleaning": _cleaning(spec, config),
         # a pass without a pipeline takes fewer registers of the whole kernel; without tensor cores it takes more
         "lean_clean": has_visible_key_range(spec) and uses_tensor_cores(spec, config),
-        "key_end": _key_end(spec),
-        "scale": "LOG2E" if has_additive_score(spec) else _scale_name(spec),
-        "host_features": [name for name, present in host.items() if present],
     }
 
 
@@ -108,22 +87,9 @@ def _has_ends(spec: Specialization) -> bool:
     return spec.causal or spec.window or not has_visible_key_range(spec)
 
 
-def _key_end(spec: Specialization) -> str:
-    return "key_end" if spec.causal or spec.window or has_visible_key_range(spec) else "seqlen_k"
-
-
-def _scale_name(spec: Specialization) -> str:
-    return "softcap_scale_log2" if spec.softcap else "softmax_scale_log2"
-
-
 def _strides(spec: Specialization, config: Config) -> dict[str, object]:
     """Every stride of the kernel with the number of elements that it is a multiple of (1: unknown)."""
-    multiple = ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1
-    found = [(name, multiple) for name in stride_names(spec, config)]
-    for name, kind, size in (("bias", spec.bias, DTYPE_BYTES[bias_dtype(spec)]), ("mask", spec.mask, 1)):
-        if kind:
-            multiple = ALIGNMENT_BYTES // size if spec.aligned_scores else 1
-            found += [(stride, multiple) for stride in score_strides(spec, name, kind)]
+    found = multiples(spec, stride_names(spec, config))
     return {"strides": found, "aligned_strides": any(multiple > 1 for _, multiple in found)}
 
 
@@ -156,16 +122,10 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
     found += [
         "n",
         *(["key_start"] if spec.window or has_visible_key_range(spec) else []),
-        _key_end(spec),
+        key_end(spec),
         *(["first"] if spec.window else []),
         *(["limit"] if _has_ends(spec) else []),
     ]
-    found += ["softcap_rate"] if spec.softcap else []
-    found += ["score_scale"] if has_additive_score(spec) else [_scale_name(spec)]
-    found += ["slope", "positions"] if spec.alibi else []
-    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
-        if kind:
-            found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
-            found += [] if spec.aligned_scores else [f"stride_{name}_k"]
+    found += [*score_arguments(spec), *(["positions"] if spec.alibi else []), *score_rows(spec)]
     found += ["m_block", "rng_seed", "rng_offset", "dropout_threshold"] if spec.dropout else []
     return found + mod_step_arguments(spec)
