@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flashgen.core.features.values import BlockMask, Features, Window
 from flashgen.measure.score_rule import ScoreRule
@@ -168,16 +169,17 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, features: Features, *, causal: bool, bshd: bool, offset_tensor: bool
 ) -> None:
     """The rules of the kernels' call, which see float64 as float32."""
-    one, two, three = (stand_in(x, torch.float32) for x in (q, k, v))
-    checked = Call(
-        q=one,
-        k=two,
-        v=three,
-        causal=causal,
-        bshd=bshd,
-        offset_tensor=offset_tensor,
-        with_lse=True,
-        features=stand_ins(features),
-        mods=resolve(features.mods) if features.mods else None,
-    ).checked()
+    with temporarily_clear_interpreter_stack():  # whose transforms would wrap what is made here
+        one, two, three = (stand_in(x, torch.float32) for x in (q, k, v))
+        checked = Call(
+            q=one,
+            k=two,
+            v=three,
+            causal=causal,
+            bshd=bshd,
+            offset_tensor=offset_tensor,
+            with_lse=True,
+            features=stand_ins(features),
+            mods=resolve(features.mods) if features.mods else None,
+        ).checked()
     recording.computed_by_reference(lambda: checked.workload)

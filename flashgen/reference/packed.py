@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal, overload
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.pages import PAGES
@@ -195,11 +196,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, *, causal: bool)
     paged = features.block_table is not None
     if paged and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, features.sinks)):
         raise UnsupportedError(PAGES.no_gradient)
-    one, two, three = one_batch_element(*(stand_in(x, torch.float32) for x in (q, k, v)), paged=paged)
     mods = resolve(features.mods) if features.mods else None
-    small = stand_ins(features)
-    call = Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods)
-    checked = call.checked()
+    with temporarily_clear_interpreter_stack():  # whose transforms would wrap what is made here
+        one, two, three = one_batch_element(*(stand_in(x, torch.float32) for x in (q, k, v)), paged=paged)
+        small = stand_ins(features)
+        call = Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods)
+        checked = call.checked()
     recording.computed_by_reference(lambda: checked.workload)
 
 

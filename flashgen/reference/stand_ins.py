@@ -18,10 +18,18 @@ def stand_in(tensor: torch.Tensor, widest: torch.dtype) -> torch.Tensor: ...
 @overload
 def stand_in(tensor: None, widest: torch.dtype) -> None: ...
 def stand_in(tensor: torch.Tensor | None, widest: torch.dtype) -> torch.Tensor | None:
-    """A tensor like this one with the widest dtype that kernels take, if it has a wider one; it holds nothing."""
-    if isinstance(tensor, torch.Tensor) and tensor.dtype in WIDER[widest]:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=widest, device=tensor.device)
-    return tensor
+    """A tensor like this one that kernels take, which holds nothing; the tensor itself if they take it.
+
+    It has the widest dtype that kernels take, if the tensor has a wider one, and memory, which a tensor inside of
+    `torch.func` has not.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    is_wider = tensor.dtype in WIDER[widest]
+    if not is_wider and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor
+    dtype = widest if is_wider else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
 
 
 def stand_ins(features: Features) -> Features:

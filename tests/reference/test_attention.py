@@ -102,6 +102,21 @@ def test_every_gradient_is_that_of_differences() -> None:
     assert torch.autograd.gradcheck(call, [leaf.clone().requires_grad_() for leaf in leaves])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_transforms_of_torch_func_see_through_it(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype)
+    bias = randn(1, H, SQ, SK, seed=5, dtype=dtype)
+
+    def loss(q: Tensor, bias: Tensor) -> Tensor:
+        return reference.attention(q, k, v, causal=True, bias=bias).square().sum()
+
+    leaves = [each.clone().requires_grad_() for each in (q, bias)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1))(q, bias), expected)
+    both = torch.func.vmap(loss, in_dims=(0, None))(torch.stack([q, 2 * q]), bias)
+    torch.testing.assert_close(both, torch.stack([loss(q, bias), loss(2 * q, bias)]))
+
+
 def test_a_row_that_sees_no_key_is_zero_and_has_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     out, lse = reference.attention(q, k, v, causal=True, q_offset=-3, return_lse=True)

@@ -52,6 +52,9 @@ def test_gradients_of_packed_sequences() -> None:
 
     leaves = [torch.randn(6, heads, 8, dtype=WIDE, requires_grad=True) for heads in (2, 1, 1)]
     assert torch.autograd.gradcheck(call, leaves)
+    values = [leaf.detach().float() for leaf in leaves]
+    found = torch.func.grad(lambda *given: call(*given).sum(), argnums=(0, 1, 2))(*values)
+    torch.testing.assert_close(found, torch.autograd.grad(call(*leaves).sum(), leaves), check_dtype=False)
 
 
 CACHED = [
