@@ -19,6 +19,9 @@ from flashgen.cli.main import app
 from flashgen.cli.tune import INTERRUPTED, NO_VALID_CANDIDATE
 from flashgen.codegen.families import FAMILIES
 from flashgen.core import settings
+from flashgen.core.device import find_device
+from flashgen.core.errors import FlashgenError
+from flashgen.core.workload import Workload
 from flashgen.tuning.workloads import collect
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,16 +175,18 @@ def test_commands_exist_with_the_options_that_pages_give(page: str, line: str) -
         assert re.search(rf"{option}\b", shown), f"{page}: {line}"
 
 
-def test_models_that_commands_name_exist() -> None:
-    """Also those of commands in loops and behind `srun`, whose lines begin with something else."""
-    named = set()
-    for page in PAGES:
-        for line in page.read_text().splitlines():
-            if "flashgen tune" in line:
-                named |= {(page.name, model) for model in re.findall(r"--model[ =]([\w.-]+)", line)}
-    assert len(named) > 10
-    for page_name, model in named:
-        assert collect(models=[model]), page_name
+def test_commands_name_models_shapes_and_gpus_that_there_are() -> None:
+    """What stands for the reader's own has `<`, `$` or `...`."""
+    read = {"--model": lambda name: collect(models=[name]), "--shape": Workload.parse, "--target": find_device}
+    found = 0
+    for page, line in commands():
+        for option, value in re.findall(r"(--model|--shape|--target) ([^\s<$.][^\s<$]*)(?= |$)", line):
+            found += 1
+            try:
+                read[option](value)
+            except FlashgenError as error:
+                pytest.fail(f"{page}: {line}: {error}")
+    assert found > 30
 
 
 def test_exit_codes_are_those_of_the_command() -> None:

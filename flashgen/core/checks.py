@@ -20,8 +20,8 @@ Error = type[FlashgenError]
 MAX_INTEGER = 2**63 - 1
 """What fits into an integer of a database, and of torch."""
 
-LEAST_MS, MOST_MS = 1e-6, 1e9
-"""Of a time that a kernel can take, so that ratios, means and products of times are numbers: 1 ns, and eleven days."""
+LEAST_MS, MOST_MS = 1e-9, 1e9
+"""Of a time that a kernel can take, so that ratios, means and products of times are numbers: 1 ps, and eleven days."""
 
 TIMES = f"times are from {LEAST_MS:g} to {MOST_MS:g} ms"
 """The rule in words."""

@@ -159,7 +159,7 @@ def test_a_trial_takes_the_place_of_a_prediction_and_keeps_it(store: Store) -> N
     assert (store.trials(CAUSAL, H200), store.predictions(CAUSAL, H200)) == ([TRIAL], [])
     with pytest.raises(DatabaseError, match="a trial's source is what proposed it"):
         store.put_trial(replace(TRIAL, source="predicted"))
-    with pytest.raises(DatabaseError, match="one time, and times are from 1e-06"):
+    with pytest.raises(DatabaseError, match="one time, and times are from 1e-09"):
         store.put_prediction(replace(PREDICTION, outcome=-1.0))
 
 
