@@ -223,7 +223,7 @@ def parse_config(text: str, spec: Specialization, device: Device) -> Config:
     for assignment in filter(None, (part.strip() for part in assignments.split(","))):
         knob, equals, value = (part.strip() for part in assignment.partition("="))
         if not equals or knob not in declared or knob in given:
-            rule = f"a config is {row.id}:knob=value,... with each of {list(declared)} once, got {text!r}"
+            rule = f"a config is {row.id}:knob=value,... with each of {', '.join(declared)} at most once, got {text!r}"
             raise ConfigError(rule + ("" if knob in declared else _now(knob, row.knobs) or meant(knob, declared)))
         given[knob] = _value(row.id, declared[knob], value)
     if given.keys() >= {knob.name for knob in row.knobs if not knob.implied}:

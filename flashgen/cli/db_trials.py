@@ -59,7 +59,7 @@ def _found(workload: Workload | None, device: str | None, run: str | None) -> li
     with Layers.open() as layers:
         found = layers.searches(workload=workload, device=named_device(device), run=run)
     if not any(log.trials for log, _ in found):
-        raise DatabaseError("trials to list must have been stored, by `flashgen tune`; none match")
+        raise DatabaseError("trials to list were measured by `flashgen tune`, without --target, and stored; none match")
     return found
 
 

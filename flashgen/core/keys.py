@@ -99,10 +99,17 @@ def fields_of(token: str, text: str) -> dict[str, object]:
     Raises:
         WorkloadError: there is no such token.
     """
+    if fields := _fields(token):
+        return fields
+    known = ", ".join([*ALL_DIRECTIONS, *DTYPE_BYTES, *ALL_PROFILES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
+    small = token.lower()
+    near = meant(token, [small] if _fields(small) else _WORDS)
+    raise WorkloadError(f"a shape is made of the tokens {known}, with - between them; {text!r} has {token!r}{near}")
+
+
+def _fields(token: str) -> dict[str, object]:
+    """The fields that a token sets, with their values; none if there is no such token."""
     if token in _WORDS:
         return dict(_WORDS[token])
     match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
-    if match and match[1] in _INT_TOKENS:
-        return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
-    known = ", ".join([*ALL_DIRECTIONS, *DTYPE_BYTES, *ALL_PROFILES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
-    raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}{meant(token, _WORDS)}")
+    return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2])) if match and match[1] in _INT_TOKENS else {}

@@ -127,13 +127,15 @@ class Workload:
                 if name in values:
                     raise WorkloadError(f"a shape names each field once, but {token!r} repeats {name} in {text!r}")
                 values[name] = value
-        if values.get("direction") == DECODE and "seqlen_k" in values:
+        decodes = values.get("direction") == DECODE
+        if decodes and "seqlen_k" in values:
             values.setdefault("seqlen_q", 1)
-        missing = [name for name in ("batch", "nheads", "seqlen_q", "head_dim") if name not in values]
+        needed = {"batch": "b", "nheads": "h", "seqlen_q": "sk" if decodes else "s (or sq)", "head_dim": "d"}
+        missing = [token for name, token in needed.items() if name not in values]
         if missing:
-            raise WorkloadError(
-                f"a shape needs b, h, s (or sq) and d, e.g. b4-h32-s4096-d128; {text!r} lacks {missing}"
-            )
+            example = "dec-b64-h32-hk8-sk8192-d128" if decodes else "b4-h32-s4096-d128"
+            needs = "b, h, sk and d" if decodes else "b, h, s (or sq) and d"
+            raise WorkloadError(f"a shape needs {needs}, e.g. {example}; {text!r} lacks {', '.join(missing)}")
         return cls(**values)  # type: ignore[arg-type]
 
     @property

@@ -53,7 +53,9 @@ def export_t4(logs: Iterable[SearchLog], folder: Path) -> list[Path]:
             tried.pop(str(trial.config), None)
             tried[str(trial.config)] = trial
     if not spaces:
-        raise DatabaseError("an export to T4 needs trials, and none is stored here: records alone are not enough")
+        raise DatabaseError(
+            "an export to T4 needs trials, and none is stored here: records and predictions are no trials"
+        )
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -212,6 +212,8 @@ def _opened(path: Path) -> tuple[Contents, Iterator[Entry]]:
         DatabaseError: it is no bundle, or damaged.
         OSError: it cannot be read.
     """
+    if not path.exists():
+        raise DatabaseError(f"a bundle to read must exist, got {path}")
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         raise DatabaseError(f"a bundle is a plain file of at most {MOST_BYTES >> 30} GiB, got {path}")
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ def current_device(index: int = 0) -> Device:
         DeviceError: torch sees no such GPU.
     """
     if not torch.cuda.is_available():
-        raise DeviceError("measuring needs a GPU that torch can use, and torch.cuda.is_available() is False")
+        raise DeviceError("a GPU that torch can use is needed, and torch.cuda.is_available() is False")
     if not 0 <= index < torch.cuda.device_count():
         raise DeviceError(f"a GPU index is below {torch.cuda.device_count()} here, got {index}")
     properties, is_hip = torch.cuda.get_device_properties(index), torch.version.hip is not None

@@ -131,7 +131,9 @@ def export_studies(trials: Iterable[Trial], url: str) -> tuple[int, int]:
     """
     every = list(trials)
     if not every:
-        raise DatabaseError("an export to Optuna needs trials, and none is stored here: records alone are not enough")
+        raise DatabaseError(
+            "an export to Optuna needs trials, and none is stored here: records and predictions are no trials"
+        )
     studies = Studies.open(url)
     return sum(studies.put(trial) for trial in every), len(every)
 

@@ -134,7 +134,8 @@ def _document(text: str, where: str) -> dict[object, object]:
         raise WorkloadError(f"a workload file must be YAML or JSON, got {where}: {error}") from error
     if not isinstance(document, dict) or not document:
         raise WorkloadError(
-            f"a workload file maps names to groups of workloads, got {type(document).__name__} in {where}"
+            f"a workload file maps names to groups of workloads, such as mine: {{workloads: [b4-h32-s4096-d128]}}, got "
+            f"{f'a {type(document).__name__}' if document else 'nothing'} in {where}"
         )
     return document
 

@@ -88,7 +88,7 @@ def test_a_search_in_several_files_is_listed_and_exported_once(
 
 def test_what_is_not_there_says_so(invoke: Invoke, path: Path) -> None:
     for arguments, code, rule in (
-        (["--run", "nobody"], 1, "none match"),
+        (["--run", "nobody"], 1, "without --target, and stored; none match"),
         (["--workload", "b4-h32"], 2, "a shape needs"),
         (["--device", "h100"], 1, "none match"),
         (["--json", "--csv"], 2, "both were asked for"),

@@ -71,7 +71,7 @@ def test_a_rendered_kernel_runs_without_flashgen(invoke: Invoke, tmp_path: Path)
         ([SHAPE, "--config", "portable_forward:colour=red"], "with each of"),
         ([SHAPE, "--config", "portable_forward:blockm=64"], "did you mean block_m?"),
         ([SHAPE, "--config", "portable_forward:block_m=64,block_m=64"], "with each of"),
-        ([SHAPE, "--config", "portable_forward:block_m"], "with each of"),
+        ([SHAPE, "--config", "portable_forward:block_m"], "at most once"),
         ([SHAPE, "--target", "abacus"], "a target is one of"),
         ([SHAPE, "--target", "rtx4091"], "did you mean rtx_4090?"),
         (["fwd-bf16-d128-causal"], "no sizes to look up"),

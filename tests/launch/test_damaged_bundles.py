@@ -225,9 +225,11 @@ def test_a_kernel_has_a_box_for_each_of_its_descriptors(bundle: Path, boxes: lis
 
 def test_special_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.kernels")
-    for path in (tmp_path / "pipe.kernels", tmp_path, tmp_path / "nothing", Path("/dev/zero")):
-        with pytest.raises(DatabaseError):
+    for path in (tmp_path / "pipe.kernels", tmp_path, Path("/dev/zero")):
+        with pytest.raises(DatabaseError, match="a bundle is a plain file"):
             bundles.install(path)
+    with pytest.raises(DatabaseError, match=r"a bundle to read must exist, got .*nothing"):
+        bundles.install(tmp_path / "nothing")
 
 
 @pytest.mark.usefixtures("trusted")

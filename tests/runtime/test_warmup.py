@@ -91,7 +91,7 @@ def test_a_warm_up_of_what_nobody_supports_is_an_error(gpu: FakeGpu) -> None:
 def test_a_warm_up_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     serve.device_at.cache_clear()
-    with pytest.raises(DeviceError, match="needs a GPU that torch can use"):
+    with pytest.raises(DeviceError, match="a GPU that torch can use is needed"):
         flashgen.warmup([KEY])
 
 

@@ -304,10 +304,11 @@ mine:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("[1]", ["maps names to groups"]),
+        ("[1]", ["maps names to groups", "mine: {workloads: [b4-h32-s4096-d128]}, got a list in"]),
+        ("", ["got nothing in"]),
         ("a: {workloads: []}", ["a:", "at least one entry"]),
         ("a: {workload: [x]}", ["a:", "'workload'"]),
-        ("a: {workloads: [b1-h1-s4]}", ["a: entry 1", "lacks ['head_dim']"]),
+        ("a: {workloads: [b1-h1-s4]}", ["a: entry 1", "lacks d"]),
         (
             "a: {workloads: [b1-h1-s4-d8, {batch: 1, nheads: 3, nheads_k: 2, seqlen_q: 1, head_dim: 8}]}",
             ["a: entry 2", "multiple of nheads_k"],
