@@ -83,6 +83,7 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+@functools.cache  # the rules of a decode family ask each of a search space's thousands of configs
 def tile_side(size: int) -> int:
     """The side of a tile that holds `size` columns and that tensor cores multiply."""
     return max(LEAST_BLOCK, power_of_two(size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,13 +107,18 @@ class Config:
 
     def replace(self, **changes: KnobValue) -> Config:
         """The same config with some knobs changed."""
-        return Config.of(self.family, {**dict(self.knobs), **changes})
+        values = {**self._values, **changes}
+        if len(values) == len(self._values) and _are_knobs(changes.items()):
+            return Config.of_declared(
+                self.family, tuple(values.items())
+            )  # the same names, in their order
+        return Config.of(self.family, values)
 
     def __str__(self) -> str:
         return f"{self.family}({', '.join(f'{name}={value}' for name, value in self.knobs)})"
 
 
-def _are_knobs(knobs: tuple[Any, ...]) -> bool:
+def _are_knobs(knobs: Iterable[Any]) -> bool:
     try:
         for name, value in knobs:
             if type(name) is not str or type(value) not in _KINDS:

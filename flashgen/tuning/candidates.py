@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from flashgen.codegen.cost import Ranking
 from flashgen.codegen.families import applicable, family, fitted, over_pages, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
+from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.errors import UnsupportedError
@@ -46,7 +47,8 @@ class Candidates:
         """
         if not workload.flops:
             raise UnsupportedError(f"what is tuned has queries that see keys; {workload.key} has none")
-        return _candidates(specialization(workload), device, families).fitted_to(workload, device)
+        with CollectionPaused():  # tens of thousands of configs, of which none is garbage
+            return _candidates(specialization(workload), device, families).fitted_to(workload, device)
 
     def fitted_to(self, workload: Workload, device: Device) -> Candidates:
         """The same with what becomes of each config at the sizes of a workload, where that is another one."""
