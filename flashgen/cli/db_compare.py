@@ -18,6 +18,7 @@ import typer
 from flashgen.cli import output
 from flashgen.cli.arguments import CommandLineError, Json
 from flashgen.core.errors import DatabaseError
+from flashgen.core.quoting import plural
 from flashgen.core.record import Failure, TuningRecord
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def merge(
     _print_pairs(shown, as_json=json)
     if any(pair.verdict == "undecided" for pair in pairs):
         output.note(POLICY)
-    output.note(f"{count} records written to {target}")
+    output.note(f"{plural(count, 'record')} written to {target}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

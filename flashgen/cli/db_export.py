@@ -11,6 +11,7 @@ import typer
 from flashgen.cli import completion, db_formats, output
 from flashgen.cli.arguments import CommandLineError, DeviceName, Provenance, named_device, named_provenance
 from flashgen.core.errors import DatabaseError
+from flashgen.core.quoting import plural
 from flashgen.core.settings import settings
 
 
@@ -88,7 +89,7 @@ def export(
     check_target(path, replaced)  # before anything is compiled, and that before anything is written
     kernels = compile_kernels(records, path, jobs, with_helpers=with_helpers) if with_binaries else None
     count = export_records(records, path, origins=origins, replaced=replaced)
-    output.say(f"{count} records written to {path} and {path.with_suffix('.csv')}")
+    output.say(f"{plural(count, 'record')} written to {path} and {path.with_suffix('.csv')}")
     if kernels is not None:
         write_kernels(kernels, path)
 

@@ -12,6 +12,7 @@ from flashgen.cli.arguments import CommandLineError
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
 from flashgen.core.names import meant
+from flashgen.core.quoting import plural
 
 if TYPE_CHECKING:
     from flashgen.core.search_log import SearchLog
@@ -81,7 +82,7 @@ def _write_tables(logs: list[SearchLog], target: str) -> None:
     for log, search in known:
         run = re.sub(r"[^\w-]", "_", search.run)[:MAX_RUN]  # of a file from somebody else it may be anything
         write_log(log, Path(target) / search.device.folder / f"{search.workload.key}-{run}{SUFFIX}")
-    output.say(f"{len(known)} searches written to {target}{left}")
+    output.say(f"{plural(len(known), 'search', 'searches')} written to {target}{left}")
 
 
 _WRITERS: dict[str, Callable[[list[SearchLog], str], None]] = {

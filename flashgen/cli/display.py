@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from flashgen.cli import output
 from flashgen.core.device import Device
-from flashgen.core.quoting import printable
+from flashgen.core.quoting import plural, printable
 from flashgen.tuning.events import (
     Event,
     FinalsStarted,
@@ -222,7 +222,7 @@ def duration(seconds: float | None) -> str:
 def started_line(event: RunStarted) -> str:
     """What a run is about to do."""
     how = "" if event.measured else ": nothing is measured, candidates are compiled and ranked by an analytic model"
-    return f"Tuning {len(event.workloads)} workloads for {event.device.name} ({event.device.identity}){how}"
+    return f"Tuning {plural(len(event.workloads), 'workload')} for {event.device.name} ({event.device.identity}){how}"
 
 
 def ended_line(event: WorkloadFinished, place: str) -> str:

@@ -22,6 +22,7 @@ from flashgen.cli.arguments import (
     Unaligned,
     reading,
 )
+from flashgen.core.quoting import plural
 from flashgen.core.rungs import MEANINGS, RUNGS
 
 if TYPE_CHECKING:
@@ -215,13 +216,12 @@ def _print_compiled(device: Device, config: Config, compiled: CompiledKernel) ->
 def _part_fields(device: Device, part: CompiledPart) -> list[tuple[str, output.Cell]]:
     blocks = part.occupancy(device)
     threads = blocks * part.num_warps * device.warp_size
-    plural = "" if blocks == 1 else "s"
     return [
         ("registers", f"{part.registers} a thread"),
         ("spills", f"{part.spills} bytes a thread"),
         ("shared memory", f"{part.shared_bytes} of {device.smem_per_block} bytes a block"),
         ("warps", f"{part.num_warps} a block"),
-        ("occupancy", f"{blocks} block{plural} an SM ({threads / device.max_threads_per_sm:.0%} of its threads)"),
+        ("occupancy", f"{plural(blocks, 'block')} an SM ({threads / device.max_threads_per_sm:.0%} of its threads)"),
     ]
 
 

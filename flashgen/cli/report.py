@@ -9,6 +9,7 @@ import typer
 
 from flashgen.cli import output
 from flashgen.cli.arguments import DeviceName, named_device
+from flashgen.core.quoting import plural
 
 USUAL = Path("report.html")
 
@@ -31,4 +32,5 @@ def report(
     everything = read(databases or [])
     contents = everything.of(device=named_device(device, everything.devices), run=run)
     write(contents, path)
-    output.say(f"{len(contents.entries)} records and {len(contents.searches)} searches written to {path}")
+    records, searches = len(contents.entries), len(contents.searches)
+    output.say(f"{plural(records, 'record')} and {plural(searches, 'search', 'searches')} written to {path}")

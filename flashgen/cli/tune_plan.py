@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.cli import output
 from flashgen.core.device import Device
+from flashgen.core.quoting import plural
 
 if TYPE_CHECKING:
     from flashgen.tuning.request import Request
@@ -55,7 +56,7 @@ def print_plan(request: Request, *, as_json: bool) -> None:
             for r in rows
         ],
     )
-    output.say(f"{len(rows)} workloads, budget {request.budget} each, about {duration(total_s)} in all")
+    output.say(f"{plural(len(rows), 'workload')}, budget {request.budget} each, about {duration(total_s)} in all")
 
 
 def print_models(*, as_json: bool) -> None:

@@ -109,9 +109,7 @@ class Config:
         """The same config with some knobs changed."""
         values = {**self._values, **changes}
         if len(values) == len(self._values) and _are_knobs(changes.items()):
-            return Config.of_declared(
-                self.family, tuple(values.items())
-            )  # the same names, in their order
+            return Config.of_declared(self.family, tuple(values.items()))  # the same names, in their order
         return Config.of(self.family, values)
 
     def __str__(self) -> str:

@@ -21,6 +21,11 @@ def printable(text: str, *, lines: bool = False) -> str:
     )
 
 
+def plural(count: float, noun: str, many: str = "") -> str:
+    """A whole number with its noun, such as `2 elements`; `many` is a plural that is not the noun with an s."""
+    return f"{int(count)} {noun if count == 1 else many or f'{noun}s'}"
+
+
 def shown(value: object) -> str:
     """A value nobody vouches for as a message quotes it: its type where that says more, at most a line, never an error.
 

@@ -14,6 +14,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
 from flashgen.core.lengths import ALL_PROFILES
+from flashgen.core.quoting import plural
 from flashgen.core.workload import Workload
 
 STAGES = ("build", "launch", "verify", "timeout", "memory", "resources")
@@ -339,6 +340,5 @@ def age(created: str, now: datetime | None = None) -> str:
     seconds = max(((now or datetime.now(timezone.utc)) - moment(created)).total_seconds(), 0.0)
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {unit}{'s' if count > 1 else ''}"
+            return plural(seconds // length, unit)
     return "moments"

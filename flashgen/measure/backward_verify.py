@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.features.values import Features
+from flashgen.core.quoting import plural
 from flashgen.core.record import Failure
 from flashgen.launch.backward import BackwardTensors
 from flashgen.measure.backward_inputs import dbias_shape, written
@@ -45,7 +46,6 @@ from flashgen.measure.verify import (
     Errors,
     Offset,
     pieces,
-    plural,
     row_max,
     ulp_of,
 )

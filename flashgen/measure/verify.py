@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.features.values import Features
+from flashgen.core.quoting import plural
 from flashgen.core.record import Failure
 from flashgen.measure.reference import Answer, exact, rounded
 from flashgen.measure.score_rule import ScoreRule
@@ -239,11 +240,6 @@ def _where(out: torch.Tensor) -> str:
         return ""
     b, h, i = (int(x) for x in torch.nonzero(bad)[0])
     return f", first in row (batch {b}, head {h}, query {i})"
-
-
-def plural(count: float, noun: str) -> str:
-    """A number with its noun, such as `2 elements`."""
-    return f"{int(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def row_max(error: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def test_searches_of_a_database_are_learned_from_once_exported(
         store.put_trial(unknown)
     done = invoke("db", "export", tmp_path / "tables", "--format", "tables")
     assert done.exit_code == 0, done.output
-    assert "1 searches written" in done.stdout
+    assert "1 search written" in done.stdout
     assert "1 searches are without their settings" in done.stdout
     (path,) = (tmp_path / "tables" / H100.folder).iterdir()
     assert path.name == f"{WORKLOAD.key}-______a_run.jsonl.gz"

@@ -77,7 +77,7 @@ def test_a_search_in_several_files_is_listed_and_exported_once(
         assert known["layer"] == str(files[files[0] == part])
         assert len(list(csv.DictReader(io.StringIO(invoke("db", "trials", "--csv").stdout)))) == 3
         done = invoke("db", "export", tmp_path / "tables", "--format", "tables", "--all")
-        assert "1 searches written" in done.stdout
+        assert "1 search written" in done.stdout
         assert "1 searches are without their settings" in done.stdout
     assert "2 (1 failed in launch)" in invoke("db", "show", CAUSAL.key).stdout
     (table,) = (tmp_path / "tables" / H200.folder).iterdir()

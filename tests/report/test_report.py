@@ -278,7 +278,7 @@ def test_the_command_writes_a_page(invoke: Invoke, database: Path, tmp_path: Pat
     target = tmp_path / "new" / "page.html"
     result = invoke("report", database, "-o", target, "--run", RUN)
     assert result.exit_code == 0, result.output
-    assert f"1 records and 1 searches written to {target}" in result.stdout
+    assert f"1 record and 1 search written to {target}" in result.stdout
     assert SHORT.key not in target.read_text()
     assert invoke("report", database, "-o", target / "below.html").exit_code == 1
     before = database.read_bytes()
