@@ -190,6 +190,24 @@ def test_the_whole_process() -> None:
     assert runs.scaled_dot_product_attention is own  # what a handed over call is served by
 
 
+@pytest.mark.parametrize("bias", [causal_upper_left(SQ, SK), causal_lower_right(SQ, SK)], ids=["upper", "lower"])
+def test_a_causal_bias_finds_torchs_function_in_the_whole_process(bias: Tensor) -> None:
+    """Torch knows such a call by the function that `enable` replaces."""
+    own = F.scaled_dot_product_attention
+    expected = own(Q, K, V, attn_mask=bias)
+    calls = door.enable()
+    calls.clear()
+    try:
+        torch.testing.assert_close(F.scaled_dot_product_attention(Q, K, V, attn_mask=bias), expected)
+        assert (calls.served, calls.passed_on.total()) == (0, 1)
+        torch.testing.assert_close(own(Q, K, V, attn_mask=bias), expected)  # a program that has taken it before
+        assert calls.passed_on.total() == 1
+        assert repr(bias) == repr(bias._materialize())  # type: ignore[operator]
+    finally:
+        door.disable()
+    torch.testing.assert_close(F.scaled_dot_product_attention(Q, K, V, attn_mask=bias), expected)
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_torch_compile_sees_an_op() -> None:
     inputs = qkv(B, heads_k=HK)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 import flashgen
@@ -23,6 +24,9 @@ Attend = Callable[..., Tensor]
 
 TORCHS_OWN: Attend = torch._C._nn.scaled_dot_product_attention
 """Torch's function, which `enable` replaces where programs look it up."""
+
+_BIAS: Any = vars(CausalBias)["__torch_function__"]
+"""How a causal bias finds its attention: it compares with the function that programs look up."""
 
 
 class Calls:
@@ -123,6 +127,7 @@ def enable(*, strict: bool = False) -> Calls:
     global _enabled  # noqa: PLW0603 - it stands for a change of torch, which there is once in a process
     if _enabled is None:
         _enabled = route_sdpa()
+        CausalBias.__torch_function__ = _bias_of_torch()  # type: ignore[method-assign]
         functional.scaled_dot_product_attention = _routed(_enabled)
     _enabled.strict = strict
     return _enabled.calls
@@ -133,6 +138,7 @@ def disable() -> None:
     global _enabled  # noqa: PLW0603 - as above
     _enabled = None
     functional.scaled_dot_product_attention = TORCHS_OWN
+    CausalBias.__torch_function__ = _BIAS  # type: ignore[method-assign]
 
 
 def _attend(
@@ -186,6 +192,25 @@ def _routed(routing: route_sdpa) -> Attend:
         return _attend(routing, *given, **named)
 
     return scaled_dot_product_attention
+
+
+def _bias_of_torch() -> Any:
+    """How a causal bias finds torch's attention once another function stands in its place.
+
+    Without it torch would take the empty tensor that such a bias is for the mask.
+    """
+    own = ModuleType(functional.__name__)
+    vars(own).update(vars(functional))
+    dispatch = CausalBias._dispatch
+    names = {**dispatch.__globals__, "F": own}
+    attend = FunctionType(dispatch.__code__, names, dispatch.__name__, dispatch.__defaults__)
+
+    def found(cls: type, func: Attend, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is TORCHS_OWN:
+            return attend(*args, **(kwargs or {}))
+        return _BIAS.__get__(None, cls)(func, types, args, kwargs)
+
+    return classmethod(found)
 
 
 def _heads_of(routing: route_sdpa) -> Callable[..., Any]:
