@@ -173,6 +173,37 @@ def test_a_forked_child_does_not_count_its_parents_calls(gpu: FakeGpu, tmp_path:
     assert counts(tmp_path / "calls.json") == {SHAPE.key: 1}
 
 
+def _call_what_no_kernel_serves() -> None:
+    with pytest.raises(UnsupportedError):
+        flashgen.attention(*[torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)] * 3)
+
+
+def _in_a_forked_child() -> None:
+    child = multiprocessing.get_context("fork").Process(target=_call_what_no_kernel_serves)
+    child.start()
+    child.join()
+
+
+def test_forked_children_write_what_they_counted_when_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end without `atexit` before Python 3.12, and without what was registered before the fork since then."""
+    inner, outer = tmp_path / "inner.json", tmp_path / "outer.json"
+    with flashgen.record(inner):
+        _call_what_no_kernel_serves()
+        _in_a_forked_child()
+    (found,) = read_calls(inner)
+    assert found.calls == 2
+    monkeypatch.setenv("FLASHGEN_RECORD", str(outer))
+    settings.cache_clear()
+    _in_a_forked_child()  # whose first call begins the recording
+    (found,) = read_calls(outer)
+    assert found.calls == 1
+    _call_what_no_kernel_serves()
+    _in_a_forked_child()
+    (found,) = read_calls(outer)
+    assert found.calls == 2  # that of this process is not written yet
+    recording._of_environment.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,6 +73,7 @@ class Recorder:
         except OSError as error:
             raise WorkloadError(f"calls are recorded in a file that can be written, got {path}: {error}") from error
         _ALIVE.add(self)
+        register_after_fork(self, Recorder.write_at_end)
 
     def cell(self, record: CallRecord) -> list[int]:
         """Where calls like this one are counted, so that counting one looks nothing up."""
@@ -114,6 +116,11 @@ class Recorder:
         except (OSError, WorkloadError) as error:
             warnings.warn(printable(f"calls could not be written to {self._path}: {error}"), stacklevel=2)
 
+    def write_at_end(self) -> None:
+        """Write when this process ends; one of `multiprocessing` may end without a word to `atexit`."""
+        atexit.register(self.write_or_warn)
+        Finalize(None, self.write_or_warn, exitpriority=0)
+
     def forked(self) -> None:
         """A child process counts its own calls, not again those of its parent."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
@@ -146,7 +153,7 @@ def recorders() -> list[Counting]:
 @functools.cache
 def _of_environment(path: Path) -> Recorder:
     recorder = Recorder(path)
-    atexit.register(recorder.write_or_warn)
+    recorder.write_at_end()
     return recorder
 
 
