@@ -202,6 +202,14 @@ def test_it_registers_itself_once() -> None:
         ({"token_to_kv_pool": SimpleNamespace(full_to_swa_index_mapping=None)}, "disable-hybrid-swa-memory"),
         ({"token_to_kv_pool": SimpleNamespace(requires_physical_write_loc=True)}, "other places than its buffers"),
         ({"token_to_kv_pool": SimpleNamespace(kv_cache_layout="hnd")}, "a pool in the layout hnd"),
+        (
+            {"token_to_kv_pool": SimpleNamespace(full_kv_pool=SimpleNamespace(requires_physical_write_loc=True))},
+            "other places than its buffers",
+        ),
+        (
+            {"token_to_kv_pool": SimpleNamespace(full_kv_pool=SimpleNamespace(kv_cache_layout="hnd"))},
+            "a pool in the layout hnd",
+        ),
     ],
 )
 def test_servers_that_are_not_served_are_refused(given: dict[str, Any], reason: str) -> None:

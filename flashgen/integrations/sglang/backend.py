@@ -33,6 +33,7 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         arguments, config, pool = model_runner.server_args, model_runner.model_config, model_runner.token_to_kv_pool
+        buffers = getattr(pool, "full_kv_pool", pool)  # of a model with linear attention in its other layers
         unknown = {
             "multi-head latent attention": getattr(model_runner, "use_mla_backend", False),
             "encoders and cross-attention": getattr(config, "is_encoder_decoder", False),
@@ -44,9 +45,9 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
                 pool, "full_to_swa_index_mapping"
             ),
             "a pool whose slots have other places than its buffers": getattr(
-                pool, "requires_physical_write_loc", False
+                buffers, "requires_physical_write_loc", False
             ),
-            f"a pool in the layout {getattr(pool, 'kv_cache_layout', NHD)}": getattr(pool, "kv_cache_layout", NHD)
+            f"a pool in the layout {getattr(buffers, 'kv_cache_layout', NHD)}": getattr(buffers, "kv_cache_layout", NHD)
             != NHD,
         }
         for name, is_asked in unknown.items():
