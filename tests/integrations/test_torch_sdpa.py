@@ -208,6 +208,21 @@ def test_a_causal_bias_finds_torchs_function_in_the_whole_process(bias: Tensor) 
     torch.testing.assert_close(F.scaled_dot_product_attention(Q, K, V, attn_mask=bias), expected)
 
 
+class Scripted(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_torchscript_keeps_torchs_function_in_the_whole_process() -> None:
+    door.enable(strict=True)
+    try:
+        found = torch.jit.script(Scripted())(Q, K, V)  # type: ignore[no-untyped-call]
+    finally:
+        door.disable()
+    torch.testing.assert_close(found, Scripted()(Q, K, V))
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_torch_compile_sees_an_op() -> None:
     inputs = qkv(B, heads_k=HK)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.jit import _builtins
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
@@ -115,8 +116,8 @@ def enable(*, strict: bool = False) -> Calls:
     """Serve `torch.nn.functional.scaled_dot_product_attention` by `flashgen.attention` in this process, in all threads.
 
     The function is replaced where programs look it up, which costs other functions of torch nothing. A program that has
-    taken it before (`from torch.nn.functional import scaled_dot_product_attention`) keeps torch's own, and so does a
-    graph that torch.compile has made before. Enabling twice counts in the same place.
+    taken it before (`from torch.nn.functional import scaled_dot_product_attention`) keeps torch's own, and so do graphs
+    that torch.compile has made before, and those of `torch.jit.script`. Enabling twice counts in the same place.
 
     Args:
         strict: as in `route_sdpa`.
@@ -128,7 +129,9 @@ def enable(*, strict: bool = False) -> Calls:
     if _enabled is None:
         _enabled = route_sdpa()
         CausalBias.__torch_function__ = _bias_of_torch()  # type: ignore[method-assign]
-        functional.scaled_dot_product_attention = _routed(_enabled)
+        routed = _routed(_enabled)
+        _builtins._get_builtin_table()[id(routed)] = _builtins._find_builtin(TORCHS_OWN)  # for TorchScript
+        functional.scaled_dot_product_attention = routed
     _enabled.strict = strict
     return _enabled.calls
 
@@ -136,6 +139,8 @@ def enable(*, strict: bool = False) -> Calls:
 def disable() -> None:
     """Undo `enable`; without it, nothing happens."""
     global _enabled  # noqa: PLW0603 - as above
+    if _enabled is not None:
+        _builtins._get_builtin_table().pop(id(functional.scaled_dot_product_attention), None)
     _enabled = None
     functional.scaled_dot_product_attention = TORCHS_OWN
     CausalBias.__torch_function__ = _BIAS  # type: ignore[method-assign]
