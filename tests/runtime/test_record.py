@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,17 @@ def test_a_file_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
         pass
     with pytest.raises(WorkloadError, match="path names, got 3"), flashgen.record(3):  # type: ignore[arg-type]
         pass
+
+
+def test_a_file_that_cannot_be_written_at_the_end_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    recording_of_it = flashgen.record(folder / "calls.json")
+    recording_of_it.__enter__()
+    _call_what_no_kernel_serves()
+    shutil.rmtree(folder)
+    with pytest.raises(WorkloadError, match=r"can be written, got .*calls\.json"):
+        recording_of_it.__exit__(None, None, None)
 
 
 def _fifo(lock: Path, tmp_path: Path) -> None:

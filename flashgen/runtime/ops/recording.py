@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
@@ -61,17 +61,12 @@ class Recorder:
         Raises:
             WorkloadError: there is something else, or no file can be written there.
         """
-        from flashgen.core.calls import add_calls
-
         self._path = path
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._cells: dict[CallRecord, list[int]] = {}
         self._written = time.monotonic()
-        try:
-            add_calls(path, ())
-        except OSError as error:
-            raise WorkloadError(f"calls are recorded in a file that can be written, got {path}: {error}") from error
+        _add(path, ())
         _ALIVE.add(self)
         register_after_fork(self, Recorder.write_at_end)
 
@@ -91,30 +86,28 @@ class Recorder:
         """Add what was counted since the last time to the file; what cannot be written is kept for the next time.
 
         Raises:
-            WorkloadError, OSError: as `flashgen.core.calls.add_calls`.
+            WorkloadError: what is there by now is no file of calls, or it cannot be written any more.
         """
-        from flashgen.core.calls import add_calls
-
         with self._writing:
             with self._lock:
                 counts = {record: cell[0] for record, cell in self._cells.items() if cell[0]}
-                self._add(counts, -1)
+                self._move(counts, -1)
                 self._written = time.monotonic()
             if not counts:
                 return
             try:
-                add_calls(self._path, [replace(record, calls=count) for record, count in counts.items()])
+                _add(self._path, [replace(record, calls=count) for record, count in counts.items()])
             except BaseException:
                 with self._lock:
-                    self._add(counts, 1)
+                    self._move(counts, 1)
                 raise
 
     def write_or_warn(self) -> None:
         """The same in the midst of a program, which a full disk must not stop."""
         try:
             self.write()
-        except (OSError, WorkloadError) as error:
-            warnings.warn(printable(f"calls could not be written to {self._path}: {error}"), stacklevel=2)
+        except WorkloadError as error:
+            warnings.warn(printable(f"calls could not be written: {error}"), stacklevel=2)
 
     def write_at_end(self) -> None:
         """Write when this process ends; one of `multiprocessing` may end without a word to `atexit`."""
@@ -127,9 +120,19 @@ class Recorder:
         for cell in self._cells.values():
             cell[0] = 0
 
-    def _add(self, counts: dict[CallRecord, int], sign: int) -> None:
+    def _move(self, counts: dict[CallRecord, int], sign: int) -> None:
         for record, count in counts.items():
             self._cells[record][0] += sign * count
+
+
+def _add(path: Path, records: Iterable[CallRecord]) -> None:
+    """`add_calls`, whose every failure is a WorkloadError here."""
+    from flashgen.core.calls import add_calls
+
+    try:
+        add_calls(path, records)
+    except OSError as error:
+        raise WorkloadError(f"calls are recorded in a file that can be written, got {path}: {error}") from error
 
 
 _ALIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()
