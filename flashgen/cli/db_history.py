@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from flashgen.cli import output
 from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, named_device, reading
 from flashgen.core.errors import DatabaseError
 from flashgen.core.history import Origin, Replaced, RunnerUp
+from flashgen.core.quoting import plural
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Workload
 
@@ -45,11 +47,12 @@ def prune(
     """Forget what need not be kept, in the database that is written to. Records themselves always stay."""
     if not past:
         raise CommandLineError("what is to be forgotten must be named: --history")
-    from flashgen.db.layers import Layers
+    from flashgen.db.layers import Layers, is_absent
 
     with Layers.open() as layers:
-        count = layers.writable.prune_history(keep)
-        output.say(f"{count} replaced records forgotten in {layers.first_name}")
+        # one that is not there has nothing to forget, and opening it to write would make it
+        count = 0 if is_absent(Path(layers.first_name)) else layers.writable.prune_history(keep)
+        output.say(f"{plural(count, 'replaced record')} forgotten in {layers.first_name}")
 
 
 DETAILS = ("config", "run", "host", "seed", "budget", "runners-up", "versions")

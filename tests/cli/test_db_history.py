@@ -71,8 +71,13 @@ def test_a_history_is_exported_and_pruned(invoke: Invoke, path: Path, tmp_path: 
     verified = invoke("db", "verify", full)
     assert (verified.exit_code, "1 replaced ones, 0 trials, 0 bad rows" in verified.stdout) == (0, True)
     assert invoke("db", "diff", plain, full).stdout == "no difference\n"
-    assert "1 replaced records forgotten" in invoke("db", "prune", "--history").stdout
+    assert "1 replaced record forgotten" in invoke("db", "prune", "--history").stdout
     assert counts(path) == (1, 1, 0)
+
+
+def test_pruning_makes_no_database(invoke: Invoke) -> None:
+    assert "0 replaced records forgotten" in invoke("db", "prune", "--history").stdout
+    assert not settings().db_layers[0].exists()
 
 
 def test_a_merged_file_has_the_history_of_both(invoke: Invoke, path: Path, tmp_path: Path) -> None:
