@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from flashgen.core.checks import MAX_SIZE, flag, is_name_in, whole_number
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import WorkloadError
 from flashgen.core.keys import (
     ALL_DIRECTIONS,
@@ -322,6 +323,10 @@ def _check_sizes(w: Workload) -> None:
 def _check_features(w: Workload) -> None:
     if not is_name_in(w.direction, ALL_DIRECTIONS.values()):
         raise WorkloadError(f"direction is forward, backward or decode, got {shown(w.direction)}")
+    if w.direction == DECODE and w.seqlen_q > MAX_SEQLEN_Q:
+        raise WorkloadError(
+            f"a step of decoding has at most {MAX_SEQLEN_Q} queries of each sequence, and sk<n> keys, got {w.seqlen_q}"
+        )
     if not is_name_in(w.dtype, DTYPE_BYTES):
         raise WorkloadError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {shown(w.dtype)}")
     for name, value in zip(_FLAGS, _flag_values(w), strict=True):

@@ -103,6 +103,7 @@ def test_a_window_that_hides_nothing_is_no_window() -> None:
         ("b1-h4-hk3-s8-d64", "multiple of nheads_k, got 4 and 3"),
         ("b1-h4-s8", "lacks d$"),
         ("b1-h4", r"needs b, h, s \(or sq\) and d, .* lacks s \(or sq\), d$"),
+        ("dec-b1-h4-s8192-d64", "at most 16 queries of each sequence, and sk<n> keys, got 8192"),
         ("dec-b1-h4-d64", "needs b, h, sk and d, e.g. dec-.* lacks sk$"),
         ("B1-h4-s8-d64", "has 'B1'; did you mean b1"),
         ("b1-h4-s8-d64-Causal", "has 'Causal'; did you mean causal"),

@@ -140,7 +140,7 @@ def test_a_bad_record_is_skipped_with_one_warning(path: Path, column: str, value
         ("UPDATE workloads SET lengths = ? WHERE id = 1", "ramp", "lengths of a decode workload"),
         ("UPDATE workloads SET lengths = ? WHERE id = 1", CODE, "lengths of a decode workload"),
         ("UPDATE workloads SET lengths = ? WHERE id = 1", b"", "lengths must be of type str"),
-        ("UPDATE workloads SET direction = ? WHERE id = 1", "decode", "key must be the one of its fields"),
+        ("UPDATE workloads SET direction = ? WHERE id = 1", "backward", "key must be the one of its fields"),
         ("UPDATE workloads SET window_left = ? WHERE id = 1", "all", "window_left must be of type int"),
         ("UPDATE workloads SET specialization = ? WHERE id = 1", "x", "key must be the one of its fields"),
         ("UPDATE anchors SET median_ms = ? WHERE id = 1", 0.0, "times are from 1e-09"),
