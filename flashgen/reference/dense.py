@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flashgen.core.features.values import BlockMask, Features, Window
 from flashgen.measure.score_rule import ScoreRule
 from flashgen.reference.attend import attend
 from flashgen.reference.functions import ScoreFunctions
 from flashgen.reference.philox import Dropout
-from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
+from flashgen.reference.stand_ins import check_as_kernels_do, lse_dtype, stand_in, stand_ins
 from flashgen.runtime.argument_types import check_types, refuse_names
 from flashgen.runtime.arguments import (
     CallArguments,
@@ -24,7 +23,6 @@ from flashgen.runtime.arguments import (
     in_autocast,
     split_offset,
 )
-from flashgen.runtime.ops import recording
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import UserCallable, resolve
 
@@ -169,9 +167,10 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, features: Features, *, causal: bool, bshd: bool, offset_tensor: bool
 ) -> None:
     """The rules of the kernels' call, which see float64 as float32."""
-    with temporarily_clear_interpreter_stack():  # whose transforms would wrap what is made here
+
+    def call() -> Call:
         one, two, three = (stand_in(x, torch.float32) for x in (q, k, v))
-        checked = Call(
+        return Call(
             q=one,
             k=two,
             v=three,
@@ -181,5 +180,6 @@ def _check(
             with_lse=True,
             features=stand_ins(features),
             mods=resolve(features.mods) if features.mods else None,
-        ).checked()
-    recording.computed_by_reference(lambda: checked.workload)
+        )
+
+    check_as_kernels_do(call)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Literal, overload
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.pages import PAGES
@@ -17,10 +16,9 @@ from flashgen.reference.attend import attend
 from flashgen.reference.dense import rule_of
 from flashgen.reference.functions import ScoreFunctions
 from flashgen.reference.philox import Dropout
-from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
+from flashgen.reference.stand_ins import check_as_kernels_do, lse_dtype, stand_in, stand_ins
 from flashgen.runtime.argument_types import check_types, refuse_names
 from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
-from flashgen.runtime.ops import recording
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import UserCallable, resolve
 from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
@@ -197,12 +195,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, *, causal: bool)
     if paged and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, features.sinks)):
         raise UnsupportedError(PAGES.no_gradient)
     mods = resolve(features.mods) if features.mods else None
-    with temporarily_clear_interpreter_stack():  # whose transforms would wrap what is made here
+
+    def call() -> Call:
         one, two, three = one_batch_element(*(stand_in(x, torch.float32) for x in (q, k, v)), paged=paged)
         small = stand_ins(features)
-        call = Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods)
-        checked = call.checked()
-    recording.computed_by_reference(lambda: checked.workload)
+        return Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods)
+
+    check_as_kernels_do(call)
 
 
 def used_rows(features: Features, side: str) -> list[slice]:

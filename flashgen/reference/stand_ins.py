@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, overload
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flashgen.core.features.values import Features
+from flashgen.runtime.ops import recording
+from flashgen.runtime.ops.calls import Call
 
 WIDER = {torch.float32: (torch.float64,), torch.float16: (torch.float64, torch.float32)}
 """For the widest dtype that kernels take, those that are taken here as well."""
@@ -39,6 +43,20 @@ def stand_ins(features: Features) -> Features:
         name: stand_in(value, torch.float32) for name, value in given.items() if isinstance(value, torch.Tensor)
     }
     return replace(features, **small)
+
+
+def check_as_kernels_do(call: Callable[[], Call]) -> None:
+    """The rules of a kernels' call, which is recorded as one that the reference computes.
+
+    Args:
+        call: makes it of stand-ins, outside of the transforms of `torch.func`, which would wrap them.
+
+    Raises:
+        WorkloadError, UnsupportedError: the call breaks a rule.
+    """
+    with temporarily_clear_interpreter_stack():
+        checked = call().checked()
+    recording.computed_by_reference(lambda: checked.workload)
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
