@@ -128,7 +128,7 @@ def race_on(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class Entry:
     """What a window of an implementation repeats; `queued_because` as in `Result`."""
 
     unit: Unit
@@ -143,7 +143,7 @@ def _race(
     pace: Pace,
 ) -> list[Result]:
     entrants = [_entrant(impl, workload, task, stopwatch) for impl in impls]
-    entries = {each.impl.name: each.made for each in entrants if isinstance(each.made, _Entry)}
+    entries = {each.impl.name: each.made for each in entrants if isinstance(each.made, Entry)}
     reasons = {each.impl.name: each.made for each in entrants if isinstance(each.made, str)}
     runners = [each.impl for each in entrants if each.impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
@@ -183,7 +183,7 @@ def turns(heats: Iterable[Sequence[int]], rounds: int) -> Iterator[int]:
             yield from (heat[place] for place in order)
 
 
-def _result(impl: Impl, entry: _Entry, windows: Sequence[Window]) -> Result:
+def _result(impl: Impl, entry: Entry, windows: Sequence[Window]) -> Result:
     return Result(impl=impl, windows=tuple(windows), timing=entry.unit.timing, queued_because=entry.queued_because)
 
 
@@ -191,7 +191,7 @@ def _visit(impl: Impl, unit: Unit, stopwatch: RaceStopwatch, pace: Pace) -> Wind
     return measure(unit, stopwatch, warm_ms=impl.share * pace.warm_ms, window_ms=impl.share * pace.window_ms)
 
 
-def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entrant[Impl, _Entry]:
+def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entrant[Impl, Entry]:
     return fastest(
         impl,
         workload,
@@ -204,7 +204,7 @@ def _trial_ms(impl: Impl, unit: Unit, stopwatch: RaceStopwatch) -> float:
     return min(_visit(impl, unit, stopwatch, TRIAL).ms for _ in range(TRIAL.rounds))
 
 
-def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> _Entry | str:
+def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entry | str:
     """What a window of `impl` repeats, once its results have been checked; or the reason why there is none."""
     reason = impl.unsupported(workload)
     if reason is not None:
@@ -213,11 +213,14 @@ def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwat
         warnings.simplefilter("ignore")  # torch explains at length why a backend was left out
         call = impl.prepare(workload, task.inputs)
         wrong = _why_wrong(call, task)
-        return wrong or _timed(call, task.inputs.copies, stopwatch)
+        return wrong or timed(call, task.inputs.copies, stopwatch)
 
 
-def _timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> _Entry | str:
-    """How the device's time of a call is measured, or why it cannot be told from the host's."""
+def timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> Entry | str:
+    """How the device's time of a call is measured, or why it cannot be told from the host's.
+
+    To be called on the stream of the race, on which forward passes whose backward pass is recorded have to run.
+    """
     unit = attempt(lambda: make_unit(call.run, copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS))
     because = None if isinstance(unit, Unit) else f"it cannot be recorded into a CUDA graph ({unit})"
     if not isinstance(unit, Unit):
@@ -228,7 +231,7 @@ def _timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> _Entry | str:
         if host_ms > HOST_SHARE * unit.ms:
             slow = f"the host takes {host_ms:.3f} ms to launch a call of {unit.ms:.3f} ms, which a queue does not hide"
             return f"{because}, and {slow}" if because else slow
-    return _Entry(unit=unit, queued_because=because)
+    return Entry(unit=unit, queued_because=because)
 
 
 def _why_wrong(call: Call, task: Problem) -> str | None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from benchmarks.flex_variants import CHOICES
 from benchmarks.impls import results_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, share_of
 from benchmarks.provenance import Provenance, serve_generated
-from benchmarks.race import GRAPH_BELOW_MS, TRIAL, attempt, by_load
+from benchmarks.race import TRIAL, Entry, RaceStopwatch, attempt, by_load, timed
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
 from benchmarks.time_limit import TimeLimit
 from benchmarks.variants import Entrant, fastest
@@ -32,14 +32,28 @@ from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.protocol import SETTLE_S
 from flashgen.measure.reference import oracle
-from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, interleave, make_unit, measure
+from flashgen.measure.timing import CudaStopwatch, interleave, measure
 from flashgen.tuning.shards import Shard
 
 TOLERANCE = 2e-2
 """Of the largest output: two roundings of bfloat16 for the weights and the result."""
 
-NO_GRAPHS_MS = 0.0
-"""Both passes are queued: autograd's own streams and the peers' scratch memory are no part of a graph."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """What a race found of one implementation: ms of a call, and how it was timed ("graph" or "queue")."""
+
+    ms: float
+    timing: str
+    queued_because: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runner:
+    """An implementation that was checked, and the share of its time that counts, as in `Ready`."""
+
+    entry: Entry
+    share: float
 
 
 def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
@@ -56,22 +70,24 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
         parser.error(str(error))
     impls = [impl for impl in with_flex(IMPLS, options.flex) if not names or impl.name in names]
     packs, limit = selected(PACKS, options.only), TimeLimit(options.limit_seconds, clock)
+    where = torch.device("cuda", 0)
     ahead = Ahead(file, provenance.commit, [impl.name for impl in impls], shard, limit)
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         if (part := options.compile_part) is not None:
-            compile_part(part, packs[shard.index :: shard.count], impls, torch.device("cuda", 0))
+            compile_part(part, packs[shard.index :: shard.count], impls, where)
             return 0
         prepare("varlen", arguments, options.prepare, print)
         stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
+        pace = {"window_ms": 1e3 * options.window, "rounds": options.rounds}
 
         def one(pack: Pack) -> bool:
             with no_grad_of[pack.trains]():
-                found = race(pack, impls, stopwatch, window_ms=1e3 * options.window, rounds=options.rounds)
-            file.write(row_of(pack, impl, ms, provenance) for impl, ms in found if not isinstance(ms, str))
-            for impl, ms in found:
-                print(f"  {line_of(pack, impl, ms)}", flush=True)
-            return not any(impl.name == "flashgen" and isinstance(ms, str) for impl, ms in found)
+                found = race(pack, impls, stopwatch, where=where, **pace)
+            file.write(row_of(pack, impl, each, provenance) for impl, each in found if isinstance(each, Timed))
+            for impl, each in found:
+                print(f"  {line_of(pack, impl, each)}", flush=True)
+            return not any(impl.name == "flashgen" and isinstance(each, str) for impl, each in found)
 
         return ahead.race(packs, lambda pack: pack.suite, one)
 
@@ -86,63 +102,84 @@ def compile_part(part: Shard, packs: Sequence[Pack], impls: Sequence[VarlenImpl]
 
 
 def race(
-    pack: Pack, impls: Sequence[VarlenImpl], stopwatch: Stopwatch, *, window_ms: float, rounds: int
-) -> list[tuple[VarlenImpl, float | str]]:
-    """The median ms of each implementation, which take turns, or the reason why it has none.
+    pack: Pack,
+    impls: Sequence[VarlenImpl],
+    stopwatch: RaceStopwatch,
+    *,
+    where: torch.device,
+    window_ms: float,
+    rounds: int,
+) -> list[tuple[VarlenImpl, Timed | str]]:
+    """The median time of each implementation, which take turns, or the reason why it has none.
 
     One with variants is there as the variant that raced.
     """
-    tensors = tensors_of(pack, torch.device("cuda", 0))
+    with stopwatch.stream():
+        return _race(pack, impls, stopwatch, tensors_of(pack, where), window_ms, rounds)
+
+
+def _race(
+    pack: Pack,
+    impls: Sequence[VarlenImpl],
+    stopwatch: RaceStopwatch,
+    tensors: PackTensors,
+    window_ms: float,
+    rounds: int,
+) -> list[tuple[VarlenImpl, Timed | str]]:
     expected = last_output(pack, tensors)
     entrants = [_entrant(impl, pack, tensors, expected, stopwatch) for impl in impls]
     for each in entrants:
         print(*(f"    {trial}" for trial in each.trials), sep="\n", end="\n" if each.trials else "")
     made = {each.impl.name: each.made for each in entrants}
-    runners = [(name, found) for name, found in made.items() if not isinstance(found, str)]
-    times: dict[str, float] = {}
+    runners = [(name, found) for name, found in made.items() if isinstance(found, _Runner)]
+    results: dict[str, Timed | str] = {name: found for name, found in made.items() if isinstance(found, str)}
     settle_ms = 1e3 * SETTLE_S
-    for heat in by_load([share * unit.call_ms for _, (unit, share) in runners]):
-        units = [runners[index][1][0] for index in heat]
+    for heat in by_load([each.share * each.entry.unit.call_ms for _, each in runners]):
+        units = [runners[index][1].entry.unit for index in heat]
         windows = interleave(
             units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms, settle_ms=settle_ms
         )
         settle_ms = 0.0  # the card is loaded from here on
         for index, each in zip(heat, windows, strict=True):
-            name, (_, share) = runners[index]
-            times[name] = share * statistics.median(window.ms for window in each)
-    reasons = {name: found for name, found in made.items() if isinstance(found, str)}
-    return [(each.impl, times.get(each.impl.name, reasons.get(each.impl.name, ""))) for each in entrants]
+            name, runner = runners[index]
+            results[name] = Timed(
+                ms=runner.share * statistics.median(window.ms for window in each),
+                timing=runner.entry.unit.timing,
+                queued_because=runner.entry.queued_because,
+            )
+    return [(each.impl, results[each.impl.name]) for each in entrants]
 
 
 def _entrant(
-    impl: VarlenImpl, pack: Pack, tensors: PackTensors, expected: torch.Tensor, stopwatch: Stopwatch
-) -> Entrant[VarlenImpl, tuple[Unit, float]]:
+    impl: VarlenImpl, pack: Pack, tensors: PackTensors, expected: torch.Tensor, stopwatch: RaceStopwatch
+) -> Entrant[VarlenImpl, _Runner]:
     return fastest(
         impl,
         pack,
-        enter=lambda each: _unit(each, pack, tensors, expected, stopwatch),
-        trial=lambda _, made: attempt(lambda: _trial_ms(made[0], stopwatch)),
+        enter=lambda each: _runner(each, pack, tensors, expected, stopwatch),
+        trial=lambda _, made: attempt(lambda: _trial_ms(made.entry, stopwatch)),
     )
 
 
-def _trial_ms(unit: Unit, stopwatch: Stopwatch) -> float:
-    windows = [measure(unit, stopwatch, warm_ms=TRIAL.warm_ms, window_ms=TRIAL.window_ms) for _ in range(TRIAL.rounds)]
+def _trial_ms(entry: Entry, stopwatch: RaceStopwatch) -> float:
+    visits = range(TRIAL.rounds)
+    windows = [measure(entry.unit, stopwatch, warm_ms=TRIAL.warm_ms, window_ms=TRIAL.window_ms) for _ in visits]
     return min(window.ms for window in windows)
 
 
-def _unit(
-    impl: VarlenImpl, pack: Pack, tensors: PackTensors, expected: torch.Tensor, stopwatch: Stopwatch
-) -> tuple[Unit, float] | str:
+def _runner(
+    impl: VarlenImpl, pack: Pack, tensors: PackTensors, expected: torch.Tensor, stopwatch: RaceStopwatch
+) -> _Runner | str:
     reason = impl.unsupported(pack)
     if reason is not None:
         return reason
 
-    def made() -> tuple[Unit, float] | str:
+    def made() -> _Runner | str:
         ready = impl.prepare(pack, tensors)
         if (why := why_wrong(ready, expected)) is not None:
             return why
-        call, limit = ready.call, NO_GRAPHS_MS if pack.trains else GRAPH_BELOW_MS
-        return make_unit(call.run, pack.copies, stopwatch, call.context, graph_below_ms=limit), ready.share
+        entry = timed(ready.call, pack.copies, stopwatch)
+        return entry if isinstance(entry, str) else _Runner(entry=entry, share=ready.share)
 
     return attempt(made)
 
@@ -166,19 +203,19 @@ def last_output(pack: Pack, tensors: PackTensors) -> torch.Tensor:
     return out[0].transpose(0, 1)
 
 
-def row_of(pack: Pack, impl: VarlenImpl, ms: float, provenance: Provenance) -> Row:
+def row_of(pack: Pack, impl: VarlenImpl, found: Timed, provenance: Provenance) -> Row:
     """The row of an implementation; `tflops` counts the pairs that lengths leave visible, of all passes timed."""
-    timing = "graph" if ms < GRAPH_BELOW_MS and not pack.trains else "queue"
-    options = {"median_ms": ms, "timing": timing, "data": pack.workload.lengths, "rates": False}
+    options = {"median_ms": found.ms, "timing": found.timing, "data": pack.workload.lengths, "rates": False}
     row = provenance.row(pack.suite, pack.workload, impl.name, impl.version(), **options)  # type: ignore[arg-type]
-    return replace(row, tflops=pack.flops / ms / 1e9)
+    return replace(row, tflops=pack.flops / found.ms / 1e9)
 
 
-def line_of(pack: Pack, impl: VarlenImpl, ms: float | str) -> str:
+def line_of(pack: Pack, impl: VarlenImpl, found: Timed | str) -> str:
     """One implementation's result for people."""
-    if isinstance(ms, str):
-        return f"{impl.name:15} no row: {ms}"
-    return f"{impl.name:15} {ms:8.4f} ms {pack.flops / ms / 1e9:6.0f} TFLOP/s"
+    if isinstance(found, str):
+        return f"{impl.name:15} no row: {found}"
+    tail = f"{found.timing}: {found.queued_because}" if found.queued_because else found.timing
+    return f"{impl.name:15} {found.ms:8.4f} ms {pack.flops / found.ms / 1e9:6.0f} TFLOP/s, {tail}"
 
 
 def _parser() -> argparse.ArgumentParser:

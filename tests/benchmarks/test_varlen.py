@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ from benchmarks.cases import selected
 from benchmarks.exit_codes import STOPPED
 from benchmarks.impls import Call, results_of
 from benchmarks.variants import fastest
-from benchmarks.varlen_cases import PACKS, Pack, padded, tensors_of, unpadded
+from benchmarks.varlen import Timed
+from benchmarks.varlen_cases import PACKS, Pack, PackTensors, padded, tensors_of, unpadded
 from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl
 from benchmarks.varlen_tables import varlen_parts
 from flashgen import reference
 from flashgen.core.workload import Workload
+from tests.benchmarks.races import FakeGpu
 from tests.benchmarks.rows import SHARED
 
 CPU = torch.device("cpu")
@@ -53,9 +56,9 @@ def test_a_run_does_its_part_until_its_time_is_over_and_the_next_one_goes_on(
     raced: list[Pack] = []
     ticks = itertools.count(0.0, 10.0)
 
-    def race(pack: Pack, impls: Sequence[VarlenImpl], *given: object, **more: object) -> list[tuple[VarlenImpl, float]]:
+    def race(pack: Pack, impls: Sequence[VarlenImpl], *given: object, **more: object) -> list[tuple[VarlenImpl, Timed]]:
         raced.append(pack)
-        return [(impls[0], 0.5)]
+        return [(impls[0], Timed(ms=0.5, timing="queue"))]
 
     monkeypatch.setattr(varlen, "race", race)
     monkeypatch.setattr(varlen, "PACKS", PACKS[:10])  # each ends with a collection of garbage
@@ -227,6 +230,40 @@ def test_peers_get_pages_by_their_own_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert "flash_attn_varlen_func" in str(calls_of("fa3", monkeypatch).unsupported(CHUNKS))
 
 
+@pytest.mark.parametrize("pack", [SELF, small("bwd-" + SELF.workload.key[4:])], ids=["forward", "both"])
+def test_calls_are_recorded_where_their_tensors_are_made(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host time is no part of a row: a call that cannot be recorded needs a host that a queue hides, or has no row."""
+    on_the_cpu(monkeypatch)
+    monkeypatch.setattr(varlen, "SETTLE_S", 0.0)
+    gpu = FakeGpu()
+
+    def impl(name: str, *, host_ms: float, can_be_captured: bool) -> VarlenImpl:
+        def prepare(pack: Pack, tensors: PackTensors) -> Ready:
+            assert gpu.on_side_stream  # else autograd runs a backward op where nothing is recorded
+            ready = IMPLS[0].prepare(pack, tensors)
+
+            def run(n: int) -> object:
+                gpu.call(name, 0.25, host_ms, can_be_captured=can_be_captured)
+                return ready.call.run(n)
+
+            return replace(ready, call=Call(run=run))
+
+        return replace(IMPLS[0], name=name, prepare=prepare)
+
+    impls = [
+        impl("slow host", host_ms=0.75, can_be_captured=True),
+        impl("queued", host_ms=0.0625, can_be_captured=False),
+        impl("host alone", host_ms=0.75, can_be_captured=False),
+    ]
+    found = {each.name: result for each, result in varlen.race(pack, impls, gpu, where=CPU, window_ms=1.0, rounds=2)}
+    assert found["slow host"] == Timed(ms=0.25, timing="graph")
+    queued = found["queued"]
+    assert isinstance(queued, Timed)
+    assert (queued.ms, queued.timing) == (0.25, "queue")
+    assert "is capturing" in varlen.line_of(pack, impls[1], queued)
+    assert "the host takes 0.750 ms" in str(found["host alone"])
+
+
 @UNFUSED
 def test_flex_races_as_the_variant_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -255,19 +292,21 @@ def test_peers_say_what_they_lack() -> None:
 
 
 def test_a_row_counts_the_pairs_that_are_seen() -> None:
-    row = varlen.row_of(SELF, IMPLS[0], 0.5, SHARED)
+    found = Timed(ms=0.5, timing="graph")
+    row = varlen.row_of(SELF, IMPLS[0], found, SHARED)
     assert (row.suite, row.workload, row.data, row.timing) == ("varlen", SELF.workload.key, "ramp", "graph")
     assert row.tflops == SELF.workload.flops / 0.5 / 1e9
     both = small("bwd-" + SELF.workload.key[4:])
     assert both.flops == 3.5 * SELF.flops
-    assert "0.5000 ms" in varlen.line_of(SELF, IMPLS[0], 0.5)
-    title, text, table = varlen_parts([varlen.row_of(SELF, impl, 0.001, SHARED) for impl in IMPLS[:2]])
+    assert "0.5000 ms" in varlen.line_of(SELF, IMPLS[0], found)
+    found = Timed(ms=0.001, timing="graph")
+    title, text, table = varlen_parts([varlen.row_of(SELF, impl, found, SHARED) for impl in IMPLS[:2]])
     assert title == "### Packed sequences, forward pass"
     assert "as no work" in text
     assert table.splitlines()[2] == "| 3, 40 | ramp to 30 | 4/2 | 16 | yes | 0 | 0 |"
     assert varlen_parts([]) == []
-    title, _, table = varlen_parts([varlen.row_of(STEPS, IMPLS[0], 0.001, SHARED)])
+    title, _, table = varlen_parts([varlen.row_of(STEPS, IMPLS[0], found, SHARED)])
     assert title == "### Packed sequences, over pages"
     assert table.splitlines()[2] == "| 4, 12 over 120 in pages of 16 | mixed to 10 | 4/2 | 16 | yes | 0 |"
     masked = next(impl for impl in IMPLS if impl.name == "flashgen-mask")
-    assert "hide other documents" in varlen_parts([varlen.row_of(SELF, masked, 0.001, SHARED)])[1]
+    assert "hide other documents" in varlen_parts([varlen.row_of(SELF, masked, found, SHARED)])[1]
