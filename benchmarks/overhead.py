@@ -31,7 +31,7 @@ from benchmarks.overhead_decode import decode_cases
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import ResultsFile
 from flashgen.core.errors import FlashgenError
-from flashgen.measure.timing import orders
+from flashgen.measure.turns import orders
 
 SUITE = "overhead"
 MOST_CALLS = 256

@@ -26,15 +26,16 @@ from flashgen.measure.baselines import SAME_FUNCTION
 from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.protocol import SETTLE_S
-from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure, orders
+from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure
+from flashgen.measure.turns import orders
 
 GRAPH_BELOW_MS = 2.0
 """Many times what any implementation takes on the host for a call, autograd and the wrappers of torch.compile included.
 The estimate that is held against it contains the host's time, so that a short call of a slow host is below it, too."""
 
-SLOW = 1.5
-"""Times of the fastest one: what is slower draws so much less power that the clock rises in its turn, and with it the
-rate of whoever comes next. Such implementations take turns among themselves, behind the others."""
+SLOW = 1.25
+"""Times of the fastest one: what is slower draws so much less power that whoever comes next begins on a higher clock
+than it can hold, and then falls below it. Such implementations take turns behind the others, with those as slow."""
 
 HOST_SHARE = 0.5
 """Of the device's time: a host that takes more to launch a call may not be hidden by a queue."""
@@ -169,11 +170,14 @@ def _race(
 
 
 def by_load(times_ms: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    """Who takes turns with whom, by what a call takes of each: those that load the card about alike, and the slow."""
-    limit = SLOW * min(times_ms, default=0.0)
-    fast = tuple(index for index, ms in enumerate(times_ms) if ms <= limit)
-    slow = tuple(index for index, ms in enumerate(times_ms) if ms > limit)
-    return tuple(each for each in (fast, slow) if each)
+    """Who takes turns with whom, by what a call takes of each: who loads the card about alike, the fastest first."""
+    heats: list[list[int]] = []
+    for index in sorted(range(len(times_ms)), key=lambda each: times_ms[each]):
+        if heats and times_ms[index] <= SLOW * times_ms[heats[-1][0]]:
+            heats[-1].append(index)
+        else:
+            heats.append([index])
+    return tuple(tuple(sorted(heat)) for heat in heats)
 
 
 def turns(heats: Iterable[Sequence[int]], rounds: int) -> Iterator[int]:

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from flashgen.measure import graph_capture
+from flashgen.measure.turns import Turns
 
 GRAPH_BELOW_MS = 0.3
 """The limit in a search. Its candidates cost the host 5 to 25 us a call, torch's backward passes 50, and on a host that
@@ -35,9 +36,6 @@ MAX_GRAPH_CALLS = 1024
 ESTIMATES = 3
 LONG_MS = 1.0
 """Of a call this long the host's share is small."""
-
-MOST_ORDERS = 4
-"""Orders of a race whose length nobody knows before: after so many rounds they come again."""
 
 GRAPH, QUEUE = "graph", "queue"
 """How a unit is timed: replayed from a CUDA graph, or launched call by call."""
@@ -177,22 +175,6 @@ def measure(unit: Unit, stopwatch: Stopwatch, *, warm_ms: float, window_ms: floa
     return Window(ms=total / (repeats * unit.calls), sm_clock_mhz=stopwatch.sm_clock_mhz())
 
 
-def orders(count: int, rounds: int) -> tuple[tuple[int, ...], ...]:
-    """For each round the order in which `count` subjects take their turns.
-
-    Rotated by an equal share each round and reversed in every other one, so that nobody is always first and nobody
-    always follows the same neighbour.
-    """
-    return tuple(_order(count, number, rounds) for number in range(rounds))
-
-
-def _order(count: int, number: int, every: int) -> tuple[int, ...]:
-    """The order of round `number` where `every` rounds are a whole turn."""
-    shift = number * count // max(1, every)
-    order = tuple((shift + n) % count for n in range(count))
-    return order[::-1] if number % 2 else order
-
-
 def interleave(
     units: Sequence[Unit],
     stopwatch: Stopwatch,
@@ -216,9 +198,9 @@ def interleave(
     if units and settle_ms > 0:
         before(0)
         measure(units[0], stopwatch, warm_ms=0.0, window_ms=settle_ms)
-    for number in range(rounds):
-        for place in _order(len(racing), number, rounds if going_on is None else MOST_ORDERS):
-            index = racing[place]
+    turns = Turns()
+    for _ in range(rounds):
+        for index in turns.next(racing):
             before(index)
             windows[index].append(measure(units[index], stopwatch, warm_ms=warm_ms, window_ms=window_ms))
         racing = racing if going_on is None else sorted(going_on(windows))

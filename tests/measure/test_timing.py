@@ -22,7 +22,6 @@ from flashgen.measure.timing import (
     make_unit,
     measure,
     median_clock,
-    orders,
 )
 
 
@@ -201,24 +200,6 @@ def test_the_context_surrounds_estimates_graphs_and_windows() -> None:
 
     measure(make_unit(run, 1, gpu, context), gpu, warm_ms=1.0, window_ms=1.0)
     assert not inside
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
-def test_orders_are_balanced(count: int) -> None:
-    rounds = 2 * count
-    turns = orders(count, rounds)
-    assert all(sorted(turn) == list(range(count)) for turn in turns)
-    firsts = [turn[0] for turn in turns]
-    assert max(firsts.count(n) for n in range(count)) <= rounds / count + 1
-    mean_place = [sum(turn.index(n) for turn in turns) / rounds for n in range(count)]
-    assert max(mean_place) - min(mean_place) <= count / 2
-    if count > 2:
-        follows = {(a, b) for turn in turns for a, b in itertools.pairwise(turn)}
-        assert all((a, b) in follows and (b, a) in follows for a, b in follows)
-
-
-def test_four_rounds_of_seven_have_four_orders() -> None:
-    assert len(set(orders(7, 4))) == 4
 
 
 def test_interleaving_cancels_a_card_that_slows_down() -> None:
