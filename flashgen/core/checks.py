@@ -33,20 +33,28 @@ MAX_SIZE = 2**31 - 1
 def whole_number(
     name: str, value: object, least: int | None, most: int | None = MAX_SIZE, error: Error = WorkloadError
 ) -> int:
-    """A whole number within these limits, inclusive; None is no limit.
+    """A whole number within these limits, inclusive; None is no limit. A symbolic one stays as it is.
 
     Raises:
         FlashgenError: of the class `error`, where it is none.
     """
-    if type(value) is not int:
+    if type(value) is not int and not is_symbolic(value):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise error(f"{name} must be a whole number, got {shown(value)}")
         value = int(value)
-    if least is not None and value < least:
+    number: Any = value
+    if least is not None and number < least:
         raise error(f"{name} must be at least {least}, got {shown(value)}")
-    if most is not None and value > most:
+    if most is not None and number > most:
         raise error(f"{name} must be at most {most}, got {shown(value)}")
-    return value
+    found: int = number
+    return found
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether this is a whole number of a graph that torch makes, which may be another one whenever the graph runs."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.SymInt)
 
 
 def real_number(name: str, value: object, error: Error = WorkloadError) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import flashgen
-from flashgen.core.checks import real_number, whole_number
+from flashgen.core.checks import is_symbolic, real_number, whole_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.pages import PAGES
 from flashgen.core.features.values import Window
@@ -45,7 +45,7 @@ def window_of(window_size: Sequence[int | None] | Tensor) -> Window:
 
 
 def _edge(edge: Any) -> Any:
-    if type(edge) is int:
+    if type(edge) is int or is_symbolic(edge):
         return None if edge < 0 else edge
     if type(edge) is not bool and isinstance(edge, Integral):  # numpy's
         return None if edge < 0 else int(edge)

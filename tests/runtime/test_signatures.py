@@ -27,16 +27,16 @@ from flashgen.runtime.ops.schemas import DIFFERENTIATED, SERVED, TRAINED, joined
 from tests.fakes.gpu import FakeGpu, qkv
 
 PLAIN = (
-    "bool causal=False, float? softmax_scale=None, bool bshd=False, int? q_offset=None, Tensor? q_offset_tensor=None"
+    "bool causal=False, float? softmax_scale=None, bool bshd=False, SymInt? q_offset=None, Tensor? q_offset_tensor=None"
 )
 FEATURES = (
-    "int? window_left=None, int? window_right=None, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, "
-    "Tensor? bias=None, Tensor? mask=None"
+    "SymInt? window_left=None, SymInt? window_right=None, float softcap=0., Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, Tensor? bias=None, Tensor? mask=None"
 )
 FUNCTIONS = 'int mods=0, Tensor[]? aux=None, Tensor[]? block_mask=None, int[] block_sizes=[], str block_mask_mod=""'
 SEQUENCES = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "int max_seqlen_q=0, int max_seqlen_k=0, bool batch_invariant=False"
+    "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool batch_invariant=False"
 )
 DROPOUT = "float dropout_p=0., Tensor? rng_state=None"
 FORWARD = f"{SEQUENCES}, Tensor? block_table=None, {DROPOUT}"

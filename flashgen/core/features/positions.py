@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashgen.core.checks import MAX_INTEGER
+from flashgen.core.checks import MAX_INTEGER, is_symbolic
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.declaration import (
     Argument,
@@ -34,7 +34,8 @@ def checked_window(window: Any) -> Window:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise WorkloadError(f"window is (left, right), got {shown(window)}")
     for edge in window:
-        if edge is None or (isinstance(edge, int) and not isinstance(edge, bool) and edge >= 0):
+        is_whole = (isinstance(edge, int) and not isinstance(edge, bool)) or is_symbolic(edge)
+        if edge is None or (is_whole and edge >= 0):
             continue
         hint = "; None is unlimited, where flash-attn writes -1" if type(edge) is int and edge == -1 else ""
         raise WorkloadError(f"an edge of a window is None or an int of at least 0, got {shown(tuple(window))}{hint}")
@@ -102,8 +103,10 @@ WINDOW = Feature(
             default=(None, None),
             chooses_code="value",
             op=(
-                OpArgument(schema="int? window_left=None", default=None, read=lambda window: _in_64_bits(window[0])),
-                OpArgument(schema="int? window_right=None", default=None, read=lambda window: _in_64_bits(window[1])),
+                OpArgument(schema="SymInt? window_left=None", default=None, read=lambda window: _in_64_bits(window[0])),
+                OpArgument(
+                    schema="SymInt? window_right=None", default=None, read=lambda window: _in_64_bits(window[1])
+                ),
             ),
             restore=lambda left, right: (left, right),
         ),
@@ -131,7 +134,7 @@ Q_OFFSET = Feature(
     absent="it reads no query offsets from a tensor",
     arguments=(Argument(name="q_offset"),),
     options=(
-        OpArgument(schema="int? q_offset=None", default=None),
+        OpArgument(schema="SymInt? q_offset=None", default=None),
         OpArgument(schema="Tensor? q_offset_tensor=None", default=None),
     ),
     variants=(Variant(text="offset", field="offset_tensor", value=True, place="offset"),),

@@ -106,8 +106,8 @@ VARLEN = Feature(
             default=(0, 0),
             chooses_code="value",
             op=(
-                OpArgument(schema="int max_seqlen_q=0", default=0, read=lambda lengths: lengths[0]),
-                OpArgument(schema="int max_seqlen_k=0", default=0, read=lambda lengths: lengths[1]),
+                OpArgument(schema="SymInt max_seqlen_q=0", default=0, read=lambda lengths: lengths[0]),
+                OpArgument(schema="SymInt max_seqlen_k=0", default=0, read=lambda lengths: lengths[1]),
             ),
             restore=lambda q, k: (q, k),
             is_late=True,

@@ -153,14 +153,19 @@ def attention_decode(  # noqa: C901, PLR0912 - in one piece, as `flashgen.attent
             if sinks is not None or alibi_slopes is not None or leftpad is not None or batch_idx is not None:
                 tensors, others = with_others(tensors, (leftpad, batch_idx, sinks, alibi_slopes))
             kind = (len(tensors), others, causal, window, softmax_scale, softcap, fixed_split_size, return_lse)
-            for again in RECENT.get(kind, NOTHING):
-                found = again(tensors)
-                if found is not None:
-                    return found
-            for again in OPEN.get(kind, NOTHING):
-                found = again(tensors)
-                if found is not None:
-                    return found
+            try:
+                recent = RECENT.get(kind, NOTHING)
+            except TypeError:  # symbolic numbers of a graph have no hash
+                kind = None
+            else:
+                for again in recent:
+                    found = again(tensors)
+                    if found is not None:
+                        return found
+                for again in OPEN.get(kind, NOTHING):
+                    found = again(tensors)
+                    if found is not None:
+                        return found
         features = NO_FEATURES
         if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
             features = _features_of(window, softcap, alibi_slopes, sinks)

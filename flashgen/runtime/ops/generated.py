@@ -75,7 +75,7 @@ def restore_function(
         ", ".join(f"{each.name}=default_{each.name}" for each in arguments),
         [
             f"if {' and '.join(absent)}:",
-            f"    return (of_numbers({', '.join(fields.get(name, f'absent_{name}') for name in _NUMBERS)}), {rest})",
+            *_of_numbers(f"return (of_numbers({', '.join(fields.get(n, f'absent_{n}') for n in _NUMBERS)}), {rest})"),
             f"return (Features({', '.join(f'{name}={made}' for name, made in fields.items())}), {rest})",
         ],
         **known,
@@ -110,7 +110,7 @@ def features_function(with_functions: Callable[..., Features]) -> Callable[..., 
             f"if not ({' and '.join(_is_absent(one.name, one.default) for one in functions)}):",
             f"    return with_functions({', '.join(one.name for one in functions)}, {fields})",
             f"if not is_traced and {' and '.join(absent)}:",
-            f"    return of_numbers({numbers})",
+            *_of_numbers(f"return of_numbers({numbers})"),
             f"return Features({fields})",
         ],
         with_functions=with_functions,
@@ -175,6 +175,11 @@ def _function(name: str, parameters: str, body: Iterable[str], **known: Any) -> 
     names = {"Features": Features, "Blank": _Blank, "of_numbers": of_numbers, "packed": packed, **known}
     exec(compile(f"{text}\n", f"<{name} of {__name__}>", "exec"), names)
     return names[name]
+
+
+def _of_numbers(line: str) -> list[str]:
+    """Lines below an `if` that do this line, or go on behind them: symbolic numbers of a graph have no hash."""
+    return ["    try:", f"        {line}", "    except TypeError:", "        pass"]
 
 
 def _key_part(value: Value) -> str:

@@ -130,7 +130,10 @@ def joined(tensors: Sequence[torch.Tensor | None], numbers: Numbers) -> Features
     for tensor in tensors:
         if tensor is not None:
             return _of_fields(*tensors, *numbers)
-    return of_numbers(*numbers)
+    try:
+        return of_numbers(*numbers)
+    except TypeError:  # symbolic numbers of a graph have no hash
+        return _of_fields(*tensors, *numbers)
 
 
 def _joined_with_several(tensors: Sequence[torch.Tensor | None], numbers: Numbers) -> Features:

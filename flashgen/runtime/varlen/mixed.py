@@ -166,7 +166,7 @@ def _decode(
         lse[0, :, first] = step_lse.squeeze(2).t()
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, int num_decodes, bool return_lse"
+_INPUTS = "Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, SymInt num_decodes, bool return_lse"
 LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define(f"attention_mixed({_INPUTS}, {SERVED.schema}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
 OP: Any = torch.ops.flashgen.attention_mixed.default
