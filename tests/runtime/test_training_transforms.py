@@ -12,7 +12,9 @@ from torch.autograd import forward_ad
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
-from tests.runtime.training import SQ, B, D, H, qkv
+from flashgen.launch import plan
+from tests.fakes.gpu import MARK, EmulatedGpu
+from tests.runtime.training import FEATURES, SQ, B, D, H, leaf, qkv
 
 pytestmark = pytest.mark.usefixtures("emulated", "fresh_compiler")
 
@@ -103,3 +105,36 @@ def test_vmap_under_and_over_gradients() -> None:
     for gradients in found:
         for one, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of ops without a rule for batches
+@pytest.mark.parametrize("features", ["causal", "sinks", "bias of heads"])
+@pytest.mark.parametrize("asked", [(0, 1), (0,), (1,)], ids=["both", "output", "lse"])
+def test_gradients_for_a_batch_of_gradients(features: str, asked: tuple[int, ...]) -> None:
+    arguments, inputs = FEATURES[features](), qkv()
+    leaves = [x for x in (*inputs, *arguments.values()) if isinstance(x, torch.Tensor)]
+    leaves = leaves[:2] if asked == (1,) else leaves  # values have no part in an LSE
+    both = flashgen.attention(*inputs, **arguments, return_lse=True)
+    outputs = [both[number] for number in asked]
+    batches = [torch.randn(3, *one.shape) for one in outputs]
+    found = torch.autograd.grad(outputs, leaves, batches, is_grads_batched=True, retain_graph=True)
+    for number in range(3):
+        expected = torch.autograd.grad(outputs, leaves, [batch[number] for batch in batches], retain_graph=True)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one[number], other)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # likewise
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gradients_of_packed_sequences_for_a_batch_of_gradients(
+    sinks: bool, emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("make_plan", "make_backward_plan"):  # which leave marks
+        monkeypatch.setattr(plan, name, getattr(super(EmulatedGpu, emulated), name))
+    inputs = [leaf(8, 2, D, seed=number) for number in range(3)]
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = {"sinks": torch.zeros(2)} if sinks else {}
+    out = flashgen.attention_varlen(*inputs, ends, max_seqlen_q=5, **given)
+    for gradient in torch.autograd.grad(out, inputs, torch.randn(3, *out.shape), is_grads_batched=True):
+        torch.testing.assert_close(gradient, torch.full((3, 8, 2, D), MARK))
+    assert len(emulated.launched_backward) == 3

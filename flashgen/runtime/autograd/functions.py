@@ -33,6 +33,9 @@ _NO_FLAT_FEATURES = DIFFERENTIATED.flat(Features())
 _FIXED = 7
 """Arguments of a function of calls with features before those that have a gradient of their own."""
 
+_is_batch = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient stands for several, as those of `torch.autograd.grad(..., is_grads_batched=True)`."""
+
 
 class Plain(torch.autograd.Function):
     """Without features: what most models train with has fewer tensors to keep and arguments to pass."""
@@ -63,7 +66,7 @@ class Plain(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         # where a second derivative may be asked for, the op says that there is none
-        if torch.is_grad_enabled() or not can_bypass_dispatcher(q, k, v):
+        if _needs_op(dout, dlse) or not can_bypass_dispatcher(q, k, v):
             options = (causal, scale, bshd, offset, offset_tensor)
             dq, dk, dv, *_ = attention_backward_op(
                 dout, dlse, q, k, v, out, lse, *options, *_NO_FLAT_FEATURES, deterministic
@@ -108,7 +111,7 @@ class Rows(torch.autograd.Function):
         features = features_of_rows(*lengths, *numbers)
         if dout is None:
             dout = torch.zeros_like(out)
-        if torch.is_grad_enabled() or not can_bypass_dispatcher(q, k, v):
+        if _needs_op(dout, dlse) or not can_bypass_dispatcher(q, k, v):
             given = (None if each is None else each.unsqueeze(0) for each in (dout, dlse, q, k, v, out, lse))
             flat = DIFFERENTIATED.flat(features, deterministic)
             dq, dk, dv, *_ = attention_backward_op(*given, causal, scale, True, None, None, *flat)
@@ -184,12 +187,17 @@ class Packed(Featured):
         return *(None if each is None else each.squeeze(0) for each in (dq, dk, dv)), *others
 
 
+def _needs_op(dout: Tensor | None, dlse: Tensor | None) -> bool:
+    """Whether these gradients may have some of their own, or are several in one."""
+    return torch.is_grad_enabled() or (dout is not None and _is_batch(dout)) or (dlse is not None and _is_batch(dlse))
+
+
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *, has_op: bool = True) -> Gradients:
     """Those of q, k, v, of four arguments that have none, and of features."""
     needs = ctx.needs_input_grad[_FIXED:]
     saved = ctx.saved_tensors
     q, k, v, *_ = saved
-    is_plain = not has_op or (not torch.is_grad_enabled() and can_bypass_dispatcher(q, k, v))
+    is_plain = not has_op or (not _needs_op(dout, dlse) and can_bypass_dispatcher(q, k, v))
     backward = differentiate if is_plain else differentiate_by_op
     dq, dk, dv, *others = backward(saved, ctx.numbers, (dout, dlse), needs)
     given = (gradient if needed else None for gradient, needed in zip(others, needs, strict=True))
