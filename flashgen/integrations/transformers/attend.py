@@ -15,6 +15,7 @@ from flashgen.integrations.transformers.lengths import Lengths, cached_keys, pac
 from flashgen.integrations.transformers.mask import CompactMask, Visible, checked_mask
 from flashgen.integrations.transformers.paged import attend_paged
 from flashgen.integrations.transformers.steps import StepMask
+from flashgen.runtime.arguments import in_autocast
 
 Tensor = torch.Tensor
 
@@ -117,6 +118,9 @@ class Attention:
                 self.calls, module, (query, key, value), cache, lengths, sliding_window, scores, others
             )
             return found, None
+        # here, because steps of decoding are not cast: elsewhere that would copy a cache
+        query, key, value, sinks = in_autocast(query, key, value, scores.get("sinks"))
+        scores |= {} if sinks is None else {"sinks": sinks}
         if has_lengths and not isinstance(attention_mask, Tensor):
             edge = sliding_window - 1 if sliding_window else None
             window = (edge, None if causal else edge)

@@ -88,6 +88,24 @@ def test_a_factor_below_zero_leaves_causal_calls_causal(scaling: float) -> None:
     )
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kinds", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float32")])
+def test_autocast_gives_steps_of_decoding_one_dtype(kinds: tuple[str, str], calls: Calls) -> None:
+    """As of SDPA: layers that rotate in float32 have queries and keys of another dtype than values."""
+    dtypes = [getattr(torch, kind) for kind in (kinds[0], kinds[1], "bfloat16")]
+    q, k, v = (x.detach().to(dtype) for x, dtype in zip(made(1), dtypes, strict=True))
+    keys = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    keys[0, :3] = False
+    with torch.autocast("cpu", torch.bfloat16):
+        mask = attention_mask(BATCH, 1, KEYS, KEYS - 1, attention_mask=keys)
+        sinks = torch.full((HEADS,), -6e4, dtype=torch.float16)  # which take nothing
+        found, _ = AttentionInterface._global_mapping["fgen"](layer(is_causal=True), q, k, v, mask, s_aux=sinks)
+        expected, _ = sdpa_attention_forward(layer(is_causal=True), q, k, v, keys[:, None, None])
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    assert [name for name, _ in calls.seen] == ["attention_decode"]
+
+
 @pytest.mark.parametrize(("is_causal", "window"), [(False, (1, 1)), (True, (1, None))])
 def test_a_window_of_packed_sequences_goes_both_ways_in_encoders(
     is_causal: bool, window: tuple[int, int | None], calls: Calls
