@@ -13,10 +13,11 @@ come, and a sampler learns. Failures count as trials that gain nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flashgen.core.record import Failure, Measurement
+from flashgen.core.config import Config
+from flashgen.core.record import Measurement
 
 LEAST_TRIALS = 24
 """Of the search's own: before these nothing is expected, and nobody stops."""
@@ -33,30 +34,39 @@ class Outlook:
     """The trials of one search, and what it is expected to gain by going on."""
 
     tried: int = 0
-    _own_ms: list[float | None] = field(default_factory=list)
+    _own: list[Config] = field(default_factory=list)
 
-    def add(self, source: str, outcome: Measurement | Failure) -> None:
-        """Take a trial into account, with a time that compares."""
+    def add(self, source: str, config: Config) -> None:
+        """Take a trial into account."""
         self.tried += 1
         if source in OWN:
-            self._own_ms.append(None if isinstance(outcome, Failure) else outcome.median_ms)
+            self._own.append(config)
 
     def gain(
-        self, best_ms: float | None, *, candidates: int, trials: float, seconds: float, spent_s: float
+        self,
+        times: Mapping[Config, Measurement],
+        *,
+        candidates: int,
+        trials: float,
+        seconds: float,
+        spent_s: float,
     ) -> float | None:
         """The share of the best time that going on for as long again is expected to save, as far as there is more.
 
         Args:
-            best_ms: the best of all trials.
+            times: of all that was measured, as it compares now: a change of clock moves times of before, too.
             candidates: those that were never tried.
             trials: what is left of a budget in trials.
             seconds: what is left of one in seconds.
             spent_s: what the trials took.
         """
-        if best_ms is None or not self.tried:
+        if not times or not self.tried:
             return None
+        medians = {config: found.median_ms for config, found in times.items()}
+        own_ms = [medians.get(config) for config in self._own]
         in_time = max(seconds, 0.0) * self.tried / spent_s if spent_s > 0 else math.inf
-        return expected_gain(self._own_ms, best_ms, int(min(self.tried, candidates, max(trials, 0), in_time)))
+        ahead = int(min(self.tried, candidates, max(trials, 0), in_time))
+        return expected_gain(own_ms, min(medians.values()), ahead)
 
 
 def expected_gain(times_ms: Sequence[float | None], best_ms: float, ahead: int) -> float | None:

@@ -134,7 +134,7 @@ class MeasuredSearch(MeasuredWorkload):
         )
         for trial in self._resumed:
             self._tally.count(trial.config, trial.outcome)
-            self._outlook.add(trial.source, self._tally.levelled(trial.config, trial.outcome))
+            self._outlook.add(trial.source, trial.config)
         self._tally.resume()
         return Search(
             self._candidates.spaces,
@@ -174,9 +174,8 @@ class MeasuredSearch(MeasuredWorkload):
         if self._ready is None:
             self._ready = self._context.clock()
         self._tally.count(proposal.config, found.outcome)
-        told = self._tally.levelled(proposal.config, found.outcome)
-        self._search.tell(proposal.config, told)
-        self._outlook.add(proposal.source, told)
+        self._search.tell(proposal.config, self._tally.levelled(proposal.config, found.outcome))
+        self._outlook.add(proposal.source, proposal.config)
         self._keep(proposal, found)
 
     def _served_untried(self, waiting: Iterable[Proposal]) -> Proposal | None:
@@ -201,7 +200,7 @@ class MeasuredSearch(MeasuredWorkload):
     def _expected_gain(self) -> float | None:
         budget, spent_s = self._context.budget, self._spent_s()
         return self._outlook.gain(
-            self._tally.best_ms,
+            self._tally.times(),
             candidates=self._search.remaining,
             trials=math.inf if budget.trials is None else budget.trials - self._tally.tried,
             seconds=math.inf if budget.seconds is None else budget.seconds - spent_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -11,13 +12,15 @@ from collections.abc import Callable
 import pytest
 
 from flashgen.core.errors import TuningError
+from flashgen.core.record import Measurement
 from flashgen.db.store import Store
+from flashgen.measure.protocol import EvaluateJob, Outcome
 from flashgen.tuning.budget import Budget, parse_share
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, TrialFinished
 from flashgen.tuning.expected import LEAST_TRIALS, expected_gain
-from tests.tuning.fakes import FakeExecutor
-from tests.tuning.runs import run
+from tests.tuning.fakes import REFERENCE_MS, FakeExecutor
+from tests.tuning.runs import run, willing
 
 Search = Callable[[random.Random], Callable[[], float]]
 """Makes what draws the time of the next trial, in units of the best there is."""
@@ -100,6 +103,25 @@ def test_a_search_ends_by_itself_and_tells_what_it_expected(store: Store) -> Non
     assert told[-1].expected_gain is not None
     assert told[-1].expected_gain < 0.1
     assert all(event.expected_gain is None or event.expected_gain >= 0.1 for event in told[:-1])
+
+
+def test_a_clock_that_changes_is_no_gain_to_come(store: Store) -> None:
+    """Times of before are moved to the level of today, and those of the search's own trials with them."""
+
+    class Throttled(FakeExecutor):
+        def evaluate(self, job: EvaluateJob) -> Outcome:
+            found = super().evaluate(job)
+            if not isinstance(found, Measurement) or found.reference_ms is None:
+                return found
+            reference_ms = REFERENCE_MS * (1.5 if len(self.evaluated) > 30 else 1.0)
+            times = found.times(reference_ms / found.reference_ms)
+            return dataclasses.replace(times, reference_ms=reference_ms)
+
+    events: list[Event] = []
+    run(store, executor=Throttled(), compiler=willing(), budget=Budget(trials=70), events=events)
+    gains = [event.expected_gain for event in events if isinstance(event, TrialFinished) and event.expected_gain]
+    assert len(gains) > 20
+    assert max(gains) < 0.3
 
 
 @pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.5%", 0.005), ("0.02", 0.02)])
