@@ -24,6 +24,7 @@ from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
 from flashgen.tuning.cost_inputs import Row, rows_of
 from flashgen.tuning.regrets import ratios_of
+from flashgen.tuning.sampler import SEEDS
 
 FAILED = math.log(3)
 """The most that is learned of a config, also of one that failed: how bad it is beyond does not matter."""
@@ -167,4 +168,4 @@ def is_installed() -> bool:
 def _forest(seed: int) -> Any:
     from sklearn.ensemble import ExtraTreesRegressor
 
-    return ExtraTreesRegressor(TREES, max_features=COLUMNS_A_SPLIT, random_state=seed, n_jobs=1)
+    return ExtraTreesRegressor(TREES, max_features=COLUMNS_A_SPLIT, random_state=seed % SEEDS, n_jobs=1)

@@ -27,6 +27,9 @@ LOCAL_EVERY = 3
 LOCAL_POOL = 5
 """Every LOCAL_EVERY-th point is an unseen neighbour of one of the LOCAL_POOL best configs."""
 
+SEEDS = 2**32
+"""How many seeds NumPy knows, from 0 on; a search may have any integer."""
+
 
 class ConfigSampler(optuna.samplers.BaseSampler):
     """Samples knobs together, for `study.ask(sampler.distributions)` or an objective that suggests each by its name.
@@ -128,7 +131,7 @@ class ConfigSampler(optuna.samplers.BaseSampler):
                 return chance.choice(neighbours), "local"
         if len(self.told) < STARTUP_POINTS or chance.random() < RANDOM_SHARE:
             return next(iter(self.unseen)), "random"
-        tpe = optuna.samplers.TPESampler(seed=self._seed + turn, n_startup_trials=STARTUP_POINTS)
+        tpe = optuna.samplers.TPESampler(seed=(self._seed + turn) % SEEDS, n_startup_trials=STARTUP_POINTS)
         found = tpe.sample_relative(study, trial, self._tried(study))
         wanted = self._whole(found)
         return (wanted if wanted in self.unseen else self.lattice.nearest(wanted, self.unseen)), "sampler"

@@ -154,6 +154,13 @@ def test_nothing_is_expected_of_too_few_trials() -> None:
     assert alone.expected(SPACE.configs, [(config, math.log(time_ms(config))) for config in SPACE.configs[:20]])
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**63 - 1])
+def test_any_seed_of_a_search_serves(seed: int) -> None:
+    found = LearnedCost([log()]).of(SHORT, H200, seed=seed)
+    assert found is not None
+    assert found.expected(SPACE.configs[:5], ()) is not None
+
+
 def test_a_device_or_a_workload_is_left_out_on_demand() -> None:
     logs = log(), log(SHORT), log(LONG, A100)
     assert model(*logs).size == 3 * len(logs[0].trials)

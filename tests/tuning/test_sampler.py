@@ -55,6 +55,11 @@ def test_a_study_of_optuna_has_valid_configs_alone_each_once_and_better_than_cha
     assert statistics.fmean(map(best_ms, found)) < 0.95 * statistics.fmean(map(best_ms, random))
 
 
+@pytest.mark.parametrize("seed", [-100, 2**32 - 20])
+def test_any_seed_serves_and_not_those_of_numpy_alone(seed: int) -> None:
+    assert len(set(configs(study(ConfigSampler(SPACE, seed), 40)))) == 40
+
+
 def test_failures_are_not_among_the_best_and_an_enqueued_config_is_not_asked_again() -> None:
     sampler = ConfigSampler(SPACE, 0)
     with Quiet():
