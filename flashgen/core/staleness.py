@@ -21,10 +21,11 @@ SAME_LIMIT = 0.02
 
 def why_stale(record: TuningRecord, versions: Versions | None = None, limits: Limits | None = None) -> tuple[str, ...]:
     """How a record's making differs from `versions` and `limits` of today; None is not known."""
-    return (*_versions(record.versions, versions or Versions()), *_limits(record.limits, limits or Limits()))
+    return (*changed(record.versions, versions or Versions()), *_limits(record.limits, limits or Limits()))
 
 
-def _versions(was: Versions, now: Versions) -> Iterator[str]:
+def changed(was: Versions, now: Versions) -> Iterator[str]:
+    """What makes another kernel or another clock of software that measured then and measures now."""
     for name, parts in PARTS.items():
         then, today = getattr(was, name), getattr(now, name)
         if then and today and _release(then, parts) != _release(today, parts):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flashgen.codegen.render import source_digest
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Limits, Prediction, Trial, TuningRecord, Versions, moment
-from flashgen.core.staleness import why_stale
+from flashgen.core.record import Failure, Limits, Prediction, Trial, TuningRecord, Versions, moment
+from flashgen.core.staleness import changed, why_stale
 from flashgen.core.workload import Workload
 from flashgen.tuning.context import Context
 
@@ -81,36 +83,49 @@ def unfinished_trials(context: Context, workload: Workload) -> list[Trial]:
     """The trials since the last measured record, oldest first: those of searches that did not come to their end.
 
     Of several of one config the last one counts: it may have failed in finals that were stopped. A search of some
-    families goes on from trials of these alone, and one from nothing from trials of searches from nothing.
+    families goes on from trials of these alone, one from nothing from trials of searches from nothing, and none from
+    trials of other software than today's. Where nothing was valid, the same command goes on with what is left, and a
+    run that is told to search again tries everything again: what failed may have been the machine's fault.
     """
     record = context.store.record(workload, context.device)
     since = moment(record.created if record is not None and record.provenance == "measured" else "")
-    families, runs = context.options.families, _from_nothing(context, workload)
+    families, may_go_on = context.options.families, _goes_on_from(context, workload)
     trials = [
         trial
         for trial in context.store.trials(workload, context.device)
-        if moment(trial.created) > since
-        and (not families or trial.config.family in families)
-        and (runs is None or trial.run in runs)
+        if moment(trial.created) > since and (not families or trial.config.family in families) and may_go_on(trial.run)
     ]
     last = {trial.config: trial for trial in sorted(trials, key=lambda trial: moment(trial.created))}
+    if context.options.retune and all(isinstance(trial.outcome, Failure) for trial in last.values()):
+        return []
     return sorted(last.values(), key=lambda trial: moment(trial.created))
 
 
-def _from_nothing(context: Context, workload: Workload) -> frozenset[str] | None:
-    """The runs that a search from nothing may go on from; None where any may be.
+def _goes_on_from(context: Context, workload: Workload) -> Callable[[str], bool]:
+    """Whether the trials of a run are those of this search, too.
 
-    Those that lists or records began are not, nor those of which it is not known.
+    They are not where other software measured them, nor where lists or records began them and this one is from nothing.
+    Of a run of which that is not known, the latter is taken and the former is not.
     """
-    if not context.options.from_nothing:
-        return None
-    searches = context.store.searches(workload, context.device)
-    return frozenset(each.run for each in searches if dict(each.settings).get("from_nothing") is True)
+    searches = {search.run: search for search in context.store.searches(workload, context.device)}
+
+    def may(run: str) -> bool:
+        search = searches.get(run)
+        if context.options.from_nothing and (search is None or not dict(search.settings).get("from_nothing")):
+            return False
+        return search is None or not any(changed(search.versions, context.versions))
+
+    return may
 
 
 def unfinished_predictions(context: Context, workload: Workload) -> list[Prediction]:
-    """The predictions since the last predicted record, oldest first: those of a ranking that was stopped."""
+    """The predictions since the last predicted record, oldest first: those of a ranking that was stopped.
+
+    Where nothing was valid, a run that is told to search again tries everything again.
+    """
     record = context.store.record(workload, context.device, provenance="predicted")
     since = moment(record.created if record is not None else "")
     found = [each for each in context.store.predictions(workload, context.device) if moment(each.created) > since]
+    if context.options.retune and all(isinstance(each.outcome, Failure) for each in found):
+        return []
     return sorted(found, key=lambda each: moment(each.created))

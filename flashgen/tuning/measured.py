@@ -100,7 +100,7 @@ class MeasuredSearch(MeasuredWorkload):
         before_finals()
         decided = self._decide()
         if decided is None:
-            return self._ended("failed", None, self._tally.why_failed())
+            return self._ended("failed", None, self._tally.why_failed(len(self._resumed)))
         record, rivals = decided
         self._store(record, rivals, "search")
         kept = self._incumbent is not None and record.config == self._incumbent.config

@@ -32,6 +32,7 @@ from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadSt
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.history import unfinished_predictions
 from flashgen.tuning.predict import cost_model, predict_ms
+from flashgen.tuning.tally import why_none
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config is taken."""
@@ -73,8 +74,7 @@ class PredictedSearch:
             self._rank(config, compiled)
         best = self._confirmed_best()
         if best is None:
-            counted = ", ".join(f"{n} x {stage} ({self._reasons[stage]})" for stage, n in self._failures.items())
-            return self._finished("failed", None, f"no candidate is valid: {counted}")
+            return self._finished("failed", None, why_none(self._failures, self._reasons, len(self._resumed)))
         record = TuningRecord(
             workload=self._workload,
             device=context.device,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from flashgen.core.config import Config
+from flashgen.core.quoting import plural
 from flashgen.core.record import Failure, Measurement
 from flashgen.measure.protocol import Outcome
 from flashgen.measure.scores import compared, least
@@ -78,9 +80,15 @@ class Tally:
         times, best_ms = self.times(), self.best_ms
         return tuple(c for c in configs if best_ms and c in times and times[c].median_ms <= (1 + share) * best_ms)
 
-    def why_failed(self) -> str:
-        """Why there is no valid candidate."""
+    def why_failed(self, earlier: int = 0) -> str:
+        """Why there is no valid candidate, where so many trials are of earlier runs."""
         if not self.failures:
             return "no candidate was tried within the budget"
-        counted = ", ".join(f"{count} x {stage} ({self._reasons[stage]})" for stage, count in self.failures.items())
-        return f"no candidate is valid: {counted}"
+        return why_none(self.failures, self._reasons, earlier)
+
+
+def why_none(failures: Mapping[str, int], reasons: Mapping[str, str], earlier: int) -> str:
+    """That no candidate is valid: how many failed in each stage, the first reason of each, and who has to try again."""
+    counted = ", ".join(f"{count} x {stage} ({reasons[stage]})" for stage, count in failures.items())
+    again = f"; {plural(earlier, 'trial')} of earlier runs, made again with --retune" if earlier else ""
+    return f"no candidate is valid: {counted}{again}"

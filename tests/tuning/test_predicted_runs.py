@@ -156,6 +156,15 @@ def test_nothing_compiles_means_failed_not_an_exception(store: Store) -> None:
     assert "planted" in outcome.reason
 
 
+def test_where_nothing_compiled_a_ranking_is_told_to_try_it_again(store: Store) -> None:
+    predicted(store, compiler=FakeCompiler(failing=1.0))
+    (same,) = predicted(store).outcomes
+    assert same.status == "failed"
+    assert same.reason.endswith("; 25 trials of earlier runs, made again with --retune")
+    (again,) = predicted(store, options=Options(retune=True)).outcomes
+    assert again.status == "predicted"
+
+
 def test_a_small_prediction_budget_meets_different_tiles() -> None:
     candidates = Candidates.of(CAUSAL, H200)
     (space,) = [space for space in candidates.spaces if ranking(space.configs[0])]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.families import default_config
-from flashgen.core.record import Measurement
+from flashgen.core.record import Failure, Measurement, Versions
 from flashgen.core.settings import child_environment
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
@@ -150,3 +150,34 @@ def test_a_run_that_is_killed_in_its_finals_goes_on_with_them(store: Store) -> N
     assert executor.evaluated == []
     assert all(job.hard for job in executor.races)
     assert chosen(store).hard_ms is not None
+
+
+def test_where_nothing_was_valid_a_search_is_told_to_try_it_again(store: Store) -> None:
+    """Another process had the memory of the card; today it has gone."""
+    full = FakeExecutor(broken=lambda config: Failure(stage="memory", reason="another process has it"))
+    run(store, executor=full, budget=Budget(trials=10))
+    executor = FakeExecutor()
+    (same,) = run(store, executor=executor, budget=Budget(trials=10)).outcomes
+    assert (same.status, executor.evaluated) == ("failed", [])
+    assert same.reason.endswith("; 10 trials of earlier runs, made again with --retune")
+    (again,) = run(store, executor=executor, budget=Budget(trials=10), retune=True).outcomes
+    assert (again.status, executor.evaluated) == ("tuned", full.evaluated)
+
+
+def test_trials_of_other_software_are_not_gone_on_from(store: Store) -> None:
+    """Another Triton makes other kernels, of which none was measured, nor has failed."""
+
+    def kill(number: int) -> None:
+        if number == 12:
+            raise Killed
+
+    was = Versions(flashgen="0", triton="3.5.1", torch="2.11", driver="580")
+    with pytest.raises(Killed):
+        run(store, executor=FakeExecutor(on_evaluate=kill, versions=was), compiler=willing())
+    before = {trial.config for trial in store.trials(CAUSAL, H200)}
+    executor = FakeExecutor()
+    run(store, executor=executor, compiler=willing())
+    evaluated = {config for _, config in executor.evaluated}
+    assert len(before) == 12
+    assert len(evaluated) == 30
+    assert before <= evaluated
