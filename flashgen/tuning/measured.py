@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from flashgen.codegen.families import invalid, successor
 from flashgen.core.config import Config
@@ -58,6 +58,7 @@ class MeasuredSearch(MeasuredWorkload):
         super().__init__(context, executor, workload)
         served = self._incumbent or served_elsewhere(context, workload)
         self._served = None if served is None else successor(served.config, self._spec)
+        self._waiting: deque[Proposal] = deque()
         self._ready: float | None = None  # when the first candidate had been measured
         self._candidates = Candidates.of(workload, context.device, context.options.families)
         self._tally = Tally(has_profiles=bool(workload.has_profiles))
@@ -99,6 +100,8 @@ class MeasuredSearch(MeasuredWorkload):
         self._search_within_budget()
         before_finals()
         decided = self._decide()
+        while decided is not None and self._has_met_newcomer():
+            decided = self._decide()
         if decided is None:
             return self._ended("failed", None, self._tally.why_failed(len(self._resumed)))
         record, rivals = decided
@@ -151,7 +154,7 @@ class MeasuredSearch(MeasuredWorkload):
     def _search_within_budget(self) -> None:
         """Keep `lookahead` candidates compiling, measure them in the order they were asked for, tell the search."""
         context = self._context
-        waiting: deque[Proposal] = deque()
+        waiting = self._waiting
         asked = len(self._resumed)
         while True:
             while len(waiting) < context.options.lookahead and asked < (context.budget.trials or math.inf):
@@ -164,9 +167,8 @@ class MeasuredSearch(MeasuredWorkload):
             if not waiting or ((self._is_enough() or self._time_is_up()) and not self._is_served(waiting[0])):
                 break
             self._try(waiting.popleft())
-        served = self._served_untried(waiting)
-        if served is not None:
-            self._try(served)
+        if not self._has_met_newcomer():
+            self._try_served()
 
     def _try(self, proposal: Proposal) -> None:
         """Measure a candidate and tell the search."""
@@ -178,15 +180,26 @@ class MeasuredSearch(MeasuredWorkload):
         self._outlook.add(proposal.source, proposal.config)
         self._keep(proposal, found)
 
-    def _served_untried(self, waiting: Iterable[Proposal]) -> Proposal | None:
-        """What serves where the search has ended before it: of one trial, or resumed from before there was any."""
+    def _has_met_newcomer(self) -> bool:
+        """Whether a record of another run has come meanwhile, which no search may replace unraced either."""
+        newcomer = self._newcomer()
+        if newcomer is None:
+            return False
+        self._served = successor(newcomer.config, self._spec)
+        self._try_served()
+        return True
+
+    def _try_served(self) -> None:
+        """Measure what serves where the search has ended before it: of one trial, or begun before there was any."""
         if self._served is None:
-            return None
-        asked = next((each for each in waiting if each.config == self._served), None)
-        found = self._search.demand(self._served, "incumbent") if asked is None else None
+            return
+        asked = [each for each in self._waiting if each.config == self._served]
+        found = asked[0] if asked else self._search.demand(self._served, "incumbent")
+        for each in asked:
+            self._waiting.remove(each)
         if found is not None:
-            self._context.compiler.submit(self._spec, self._served)
-        return asked or found
+            self._context.compiler.submit(self._spec, found.config)
+            self._try(found)
 
     def _is_served(self, proposal: Proposal) -> bool:
         """Whether it serves today, which no budget is too short for: else a config would take its place unraced."""

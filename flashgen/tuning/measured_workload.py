@@ -44,6 +44,14 @@ class MeasuredWorkload:
         """Windows of a config in each round of a race."""
         return len(self._workload.profiles) or KINDS_OF_DATA
 
+    def _newcomer(self) -> TuningRecord | None:
+        """What another run has stored in the own database since this one looked; from then on it is the incumbent."""
+        found = self._context.store.record(self._workload, self._context.device, provenance="measured")
+        if found is None or found == self._incumbent:
+            return None
+        self._incumbent = found
+        return found
+
     def _compiled(self, config: Config) -> tuple[Compiled | Failure, Failure | None]:
         """What a config takes, and why it is not worth measuring."""
         compiled = self._context.compiler.result(self._spec, config)

@@ -151,6 +151,9 @@ class Reverification(MeasuredWorkload):
         winner = choose(results, default=champion, incumbent=champion)
         found = replace(results[winner], confidence=confidence(results, winner))
         record = self._record(winner, found, answer.baselines)
+        newcomer = self._newcomer()
+        if newcomer is not None:
+            return self._finished("skipped", newcomer, "another run has stored a record meanwhile")
         self._store(record, runners_up(results, winner), "retime")
         why = "; ".join(self._why) or (f"{len(self._varied)} varied" if self._varied else "it was asked for")
         if winner == champion:

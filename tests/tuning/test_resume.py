@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.families import default_config
-from flashgen.core.record import Failure, Measurement, Versions
+from flashgen.core.record import Failure, Measurement, TuningRecord, Versions
 from flashgen.core.settings import child_environment
 from flashgen.db.store import Store
+from flashgen.measure.protocol import RaceJob, RaceResult
 from flashgen.tuning.budget import Budget
 from tests.tiers import EXHAUSTIVE, first
 from tests.tuning.fakes import H200, FakeExecutor
@@ -181,3 +182,29 @@ def test_trials_of_other_software_are_not_gone_on_from(store: Store) -> None:
     assert len(before) == 12
     assert len(evaluated) == 30
     assert before <= evaluated
+
+
+@pytest.mark.parametrize("during", ["search", "finals"])
+def test_a_record_that_another_run_stores_at_the_same_time_is_raced(store: Store, during: str) -> None:
+    """Both begin without one, and the longer search, which has the better config, ends first."""
+    others: list[TuningRecord] = []
+
+    class Beside(FakeExecutor):
+        def race(self, job: RaceJob) -> RaceResult:
+            if during == "finals":
+                self.other_run(6)
+            return super().race(job)
+
+        def other_run(self, number: int) -> None:
+            if number == 6 and not others:
+                run(store, compiler=willing(), budget=Budget(trials=60))
+                others.append(chosen(store))
+
+    executor = Beside()
+    if during == "search":
+        executor.on_evaluate = executor.other_run
+    (outcome,) = run(store, executor=executor, compiler=willing(), budget=Budget(trials=8)).outcomes
+    assert outcome.status == "kept"
+    assert chosen(store).config == others[0].config
+    assert others[0].config in executor.races[-1].configs
+    assert len(executor.evaluated) == 9

@@ -14,6 +14,7 @@ from flashgen.core.record import Failure, Limits, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.past import past_of
 from flashgen.db.store import Store
+from flashgen.measure.protocol import RaceJob, RaceResult
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, WorkloadStarted
 from flashgen.tuning.plan import plan
@@ -49,6 +50,21 @@ def test_a_new_triton_makes_a_record_old_and_the_best_few_are_timed_again(store:
     assert [(each.record, each.reason) for each in past.replaced] == [(before, "retime")]
     ((_, origin),) = past.records
     assert {rival.config for rival in origin.runners_up} | {now.config} == set(job.configs)
+
+
+def test_what_another_run_has_stored_meanwhile_stays(store: Store) -> None:
+    run(store, **OPTIONS)
+    others = []
+
+    class Beside(FakeExecutor):
+        def race(self, job: RaceJob) -> RaceResult:
+            run(store, executor=newer(seed=1), retune=True, **OPTIONS)
+            others.append(chosen(store))
+            return super().race(job)
+
+    (outcome,) = run(store, executor=Beside(versions=NEWER, state=STATE), reverify=3, **OPTIONS).outcomes
+    assert (outcome.status, outcome.reason) == ("skipped", "another run has stored a record meanwhile")
+    assert chosen(store) == outcome.record == others[0]
 
 
 def test_what_is_current_is_left_alone_so_that_a_stopped_command_goes_on(store: Store) -> None:
