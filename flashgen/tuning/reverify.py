@@ -80,14 +80,16 @@ class Reverification(MeasuredWorkload):
         able = tuple(config for config, reason in rejected.items() if reason is None)
         if not able:
             return self._finished("failed", None, f"none of {len(configs)} configs: {rejected[configs[0]]}")
-        job = self._last_race(able, RACE, champion=0, limit_s=RACE.limit_s)
+        own = successor(record.config, self._spec)
+        place = able.index(own) if own in able else None
+        job = self._last_race(able, RACE, champion=place, limit_s=RACE.limit_s)
         answer = self._run_race(job, "last", RACE.last_s(len(able), self._kinds))
         raced = dict(zip(able, answer.outcomes, strict=True))
         results = {config: found for config, found in raced.items() if isinstance(found, Measurement)}
         if not results:
             return self._finished("failed", None, f"none of {len(able)} configs: {answer.outcomes[0]}")
         self._note_failures({**rejected, **raced})
-        return self._stored(configs[0], results, answer)
+        return self._stored(own, results, answer)
 
     def _configs(self, record: TuningRecord) -> tuple[Config, ...]:
         """The record's own first, then what is varied in it, those that came close, the default, the nearest ones'."""
@@ -158,4 +160,5 @@ class Reverification(MeasuredWorkload):
         why = "; ".join(self._why) or (f"{len(self._varied)} varied" if self._varied else "it was asked for")
         if winner == champion:
             return self._finished("kept", record, f"none of {len(results) - 1} rivals beat it again ({why})")
-        return self._finished("tuned", record, f"{champion} is beaten today ({why})")
+        lost = "is beaten" if champion in results else "does not run"
+        return self._finished("tuned", record, f"{champion} {lost} today ({why})")

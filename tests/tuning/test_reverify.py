@@ -15,6 +15,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.past import past_of
 from flashgen.db.store import Store
 from flashgen.measure.protocol import RaceJob, RaceResult
+from flashgen.tuning import reverify
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, WorkloadStarted
 from flashgen.tuning.plan import plan
@@ -65,6 +66,24 @@ def test_what_another_run_has_stored_meanwhile_stays(store: Store) -> None:
     (outcome,) = run(store, executor=Beside(versions=NEWER, state=STATE), reverify=3, **OPTIONS).outcomes
     assert (outcome.status, outcome.reason) == ("skipped", "another run has stored a record meanwhile")
     assert chosen(store) == outcome.record == others[0]
+
+
+def test_no_rival_has_the_place_of_a_config_that_is_not_valid_any_more(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(store, **OPTIONS)
+    before = chosen(store).config
+    valid = reverify.invalid
+    monkeypatch.setattr(
+        reverify, "invalid", lambda config, *where: "gone" if config == before else valid(config, *where)
+    )
+    executor = newer()
+    (outcome,) = run(store, executor=executor, reverify=3, **OPTIONS).outcomes
+    (job,) = executor.races
+    assert job.rule is not None
+    assert job.rule.champion is None
+    assert outcome.status == "tuned"
+    assert outcome.reason.startswith(f"{before} does not run today")
 
 
 def test_what_is_current_is_left_alone_so_that_a_stopped_command_goes_on(store: Store) -> None:
