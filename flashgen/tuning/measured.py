@@ -336,7 +336,7 @@ class MeasuredSearch(MeasuredWorkload):
             if isinstance(outcome, Failure):
                 # what fails under long load must not be served, nor be tried again by a resumed search
                 self._tally.count(config, outcome)
-                self._notes.trial(config, "finals", Evaluated(outcome=outcome), self._tally.tried)
+                self._keep(Proposal(config=config, source="finals"), Evaluated(outcome=outcome))
             else:
                 results[config] = outcome
         return results, answer.baselines

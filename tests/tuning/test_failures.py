@@ -95,13 +95,15 @@ def test_what_fails_in_the_finals_is_replaced_and_remembered(store: Store) -> No
     run(store)
     winner = chosen(store).config
     fails = Failure(stage="verify", reason="wrong after the timing")
-    (outcome,) = run(
-        store, executor=FakeExecutor(broken_in_race=lambda c: fails if c == winner else None), retune=True
-    ).outcomes
+    executor = FakeExecutor(broken_in_race=lambda c: fails if c == winner else None)
+    events: list[Event] = []
+    (outcome,) = run(store, executor=executor, retune=True, events=events).outcomes
     assert outcome.status == "tuned"
     assert chosen(store).config != winner
     remembered = {t.config: t.outcome for t in store.trials(CAUSAL, H200)}
     assert remembered[winner] == fails
+    told = [event.trial for event in events if isinstance(event, TrialFinished) and event.trial.source == "finals"]
+    assert [(trial.config, trial.outcome) for trial in told] == [(winner, fails)]
 
 
 @EXHAUSTIVE
