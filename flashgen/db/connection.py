@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,6 +42,9 @@ PRAGMAS = ("foreign_keys = ON", "trusted_schema = OFF", "cell_size_check = ON", 
 
 T = TypeVar("T")
 
+_interrupted = threading.local()
+"""`by_deadline`: whether it was one of ours that ended the statement of this thread which SQLite calls interrupted."""
+
 
 class Deadline:
     """The processor time that one question may take in the thread that asks it; waiting for a lock takes none."""
@@ -59,7 +63,11 @@ class Deadline:
 
     def bind(self, connection: sqlite3.Connection) -> None:
         """Interrupt any statement of `connection` that runs when the time is up, until `unbind`."""
-        connection.set_progress_handler(lambda: self.is_over, STEPS)
+        connection.set_progress_handler(self._interrupts, STEPS)
+
+    def _interrupts(self) -> bool:
+        _interrupted.by_deadline = is_over = self.is_over
+        return is_over
 
     def within(self, rows: Iterable[T]) -> Iterator[T]:
         """The rows, as long as there is time.
@@ -118,12 +126,17 @@ def retry(path: Path, action: Callable[[], T]) -> T:
 
     Raises:
         DatabaseError: SQLite failed, the file takes too much time or memory, or a lock did not go away.
+        KeyboardInterrupt: it came while SQLite worked.
     """
     end = time.monotonic() + BUSY_TIMEOUT_S
     for attempt in range(LOCKED_RETRIES):
+        _interrupted.by_deadline = False
         try:
             return action()
         except sqlite3.Error as error:
+            if str(error) == "interrupted" and not _interrupted.by_deadline:
+                # the handler of a signal runs in ours, what it raises there ends the statement and is gone
+                raise KeyboardInterrupt from error
             if attempt + 1 == LOCKED_RETRIES or time.monotonic() >= end or not _is_locked(error):
                 raise DatabaseError(f"a tuning database must be usable by SQLite; {path}: {error}") from error
         except OverflowError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import sqlite3
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -252,6 +254,18 @@ def test_a_transaction_that_writes_has_no_deadline(path: Path, monkeypatch: pyte
         store.put_record(PREDICTED)
         with pytest.raises(DatabaseError, match="interrupted"):
             store.trials(CAUSAL, H200)
+
+
+def test_ctrl_c_is_not_lost_while_sqlite_works(path: Path) -> None:
+    """Python calls the handlers of signals in ours, of which SQLite hides what they raise."""
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            module.use(path, "read", lambda connection: connection.execute(endless).fetchone())
+    finally:
+        timer.join()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
