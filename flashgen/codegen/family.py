@@ -140,8 +140,7 @@ class KernelSpec:
         return [parameter.name for parameter in self.parameters if parameter.is_integer]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scratch:
+class Scratch(NamedTuple):
     """Device memory that one kernel of a config leaves for the next; contiguous, its contents undefined at first.
 
     `name` is lower case with underscores (`dq_acc`): kernels get it as a pointer in camel case (`DqAcc`) or as a tensor

@@ -83,7 +83,8 @@ def launch_function() -> Any:
 
 def launch_arguments(config: int, function: int, parameters: int) -> tuple[Any, ...]:
     """The arguments of a launch: addresses of its configuration and of those of its parameters, and a kernel."""
-    return (*map(c_void_p.from_param, (config, function, parameters)), None)
+    pointer_to = c_void_p.from_param
+    return pointer_to(config), pointer_to(function), pointer_to(parameters), None
 
 
 def check(code: int, action: str) -> None:

@@ -49,7 +49,7 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     has_scratch, is_far = bool(binding.scratch.pieces), binding.is_far
     describer_q, describer_k = plan.describer("q", "Q"), plan.describer("k", "K")
     describer_v, describer_o = plan.describer("v", "V"), plan.describer("o", "O")
-    launch_kernel, (offset_of, write_offset) = driver.library().cuLaunchKernelEx, offset_writer(plan)
+    launch_kernel, (offset_of, write_offset) = driver.launch_function(), offset_writer(plan)
     takes_tensor = binding.spec.offset_tensor
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
@@ -153,7 +153,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
     binding, layout, adopt, fail, fp32 = plan.binding, plan.layout, plan.adopt, plan.fail, torch.float32
     write_scales, index, only_device = scales_writer(layout), plan.device_index, torch.cuda.device_count() == 1
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
-    launch_kernel, pointers_at = driver.library().cuLaunchKernelEx, pointers_writer(plan)
+    launch_kernel, pointers_at = driver.launch_function(), pointers_writer(plan)
     offset_of, write_offset = offset_writer(plan)
     takes_tensor, is_far, empty = binding.spec.offset_tensor, binding.is_far, empty_on_current()
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice

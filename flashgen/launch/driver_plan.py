@@ -21,12 +21,13 @@ from flashgen.launch.geometry import Q_OFFSET_PLACE, Geometry, scalar_values, sc
 from flashgen.launch.parameters import WORD_BYTES, Layout
 from flashgen.launch.plan_layout import STREAM_WORD, PlanLayout, PlanMemory
 from flashgen.launch.scratch import ScratchPlan
+from flashgen.launch.vocabulary import KEY_SPLITS
 
 PointTo = Callable[[int], None]
 """Makes the descriptors of a tensor point to its memory, or raises `LaunchError` and changes nothing."""
 
-Call = tuple[int, int, int, None]
-"""Arguments of cuLaunchKernelEx: address of a configuration, handle of a kernel, address of an array of addresses."""
+Call = tuple[Any, ...]
+"""The `driver.launch_arguments` of a kernel."""
 
 
 class SizedPlan:
@@ -79,6 +80,9 @@ class DriverPlan:
             (kernel.counter, Counters(device_index)) for kernel in self.layout.kernels if kernel.counter is not None
         ]
         self._kind = _kind(binding.geometry, binding.scratch)
+        self._scratch_at = ScratchPlan.maker(binding.spec, binding.config, binding.compiled.device, first=NEG_DELTA)
+        # kernels that name no piece of it and no share have none at any size
+        self._has_scratch = bool(binding.scratch.pieces) or KEY_SPLITS in binding.names
         entries: dict[str, list[tuple[int, int]]] = {}
         for number, one in enumerate(self.layout.described):
             entries.setdefault(one.subject, []).extend((number, entry) for entry in one.entries)
@@ -102,19 +106,20 @@ class DriverPlan:
         binding = self.binding
         scratch = binding.scratch
         if geometry is not binding.geometry:
-            spec, config = binding.spec, binding.config
-            scratch = ScratchPlan.at(spec, config, geometry.sizes, binding.compiled.device, first=NEG_DELTA)
+            sizes = geometry.sizes
+            scratch = self._scratch_at(sizes) if self._has_scratch else ScratchPlan({}, 0, sizes)
             if _kind(geometry, scratch) != self._kind:
                 return None
-            if spec.direction == "backward":
-                check_backward(spec, config.family, geometry, scratch)
-        values = [*scalar_values(geometry), scratch.sizes.key_splits]
+            if binding.spec.direction == "backward":
+                check_backward(binding.spec, binding.config.family, geometry, scratch)
+        values = scalar_values(geometry)
+        values.append(scratch.sizes.key_splits)
         return SizedPlan(geometry, scratch, values[Q_OFFSET_PLACE], self.layout.filled(geometry, scratch, values))
 
     def calls(self, memory: PlanMemory) -> list[Call]:
         """What the driver is called with for each kernel."""
-        start = memory.start
-        return [(start + config, function, start + addresses, None) for config, function, addresses in self._calls]
+        start, arguments = memory.start, driver.launch_arguments
+        return [arguments(start + config, function, start + addresses) for config, function, addresses in self._calls]
 
     def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo] | None:
         """Of a plan's memory, what makes the descriptors of a tensor or a piece point to it; None where it has none.
@@ -124,10 +129,12 @@ class DriverPlan:
         entries, layout = self.entries.get(subject), self.layout
         if entries is None:
             return None
-        if len(entries) > 1 or pointer in layout.formats:
-            word = layout.places[pointer] if pointer in layout.formats else None
+        word = layout.places[pointer] if pointer in layout.formats else None
+        if len(entries) > 1:
             return lambda memory: _all_describer(entries, memory, word)
         ((number, _),) = entries
+        if word is not None:
+            return lambda memory: _pointer_describer(memory.maps[number].point_to, memory, word)
         return lambda memory: memory.maps[number].point_to
 
     def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
@@ -164,6 +171,16 @@ class DriverPlan:
         kernel = self.layout.kernels[number]
         config = driver.LaunchConfig.from_buffer(memory.words, WORD_BYTES * kernel.config)
         driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {kernel.entry}")
+
+
+def _pointer_describer(point_to: PointTo, memory: PlanMemory, word: int) -> PointTo:
+    words = memory.words
+
+    def point_both_to(pointer: int) -> None:
+        point_to(pointer)
+        words[word] = pointer
+
+    return point_both_to
 
 
 def _all_describer(entries: Sequence[tuple[int, int]], memory: PlanMemory, word: int | None) -> PointTo:

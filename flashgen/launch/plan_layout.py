@@ -7,7 +7,7 @@ All of it lies in one piece of memory, in words of 8 bytes, one for each number:
 | scratch memory, the tensors of the direction in their order, pieces of scratch memory | by launches |
 | other pointers and numbers of a call, and a counter of each kernel | by launches, where they change |
 | the launch configuration of each kernel | of its blocks for a geometry, of its stream by launches |
-| sizes and strides; those of each different descriptor, for the kernels and as the driver takes them | for a geometry |
+| sizes and strides; those of each tensor that has descriptors | for a geometry |
 | the addresses of all parameters of each kernel | likewise |
 | the first CUtensorMap of each descriptor | by launches |
 
@@ -58,16 +58,25 @@ class DescribedTensor:
     Attributes:
         subject: a tensor's id, or a piece of scratch memory.
         encoding: what the driver is told of it but the sizes.
-        sizes: its words: shape and strides for kernels, then for the driver.
-        driver_sizes: the offset in bytes of those for the driver.
+        sizes: the first of its words: strides for kernels, then shape and strides for the driver, innermost first.
         entries: the words of the addresses that name it.
     """
 
     subject: str
     encoding: driver.Encoding
-    sizes: slice
-    driver_sizes: int
+    sizes: int
     entries: list[int] = field(default_factory=list)
+
+    @property
+    def driver_sizes(self) -> int:
+        """The first of the words for the driver."""
+        return self.sizes + self.encoding.rank
+
+    @property
+    def read(self) -> list[int]:
+        """The words of shape and strides for kernels, whose 32 bits of a size are the first ones of the driver's 64."""
+        first, rank = self.driver_sizes, self.encoding.rank
+        return [*reversed(range(first, first + rank)), *range(self.sizes, first)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,11 +167,8 @@ class PlanLayout:
         words = self._copy(self._constants)
         start = ctypes.addressof(words)
         numbers = [*self._scalars(scalars)]
-        maps: list[driver.TensorMaps] = []
-        at = start + self._maps_at
-        at += -at % TENSOR_MAP_ALIGNMENT
-        tensors, tensor_maps, last, width = geometry.tensors, driver.TensorMaps, None, 0
-        for subject, encoding, rank, element_bytes, driver_sizes, entry in self._filled:
+        tensors, last, width = geometry.tensors, None, 0
+        for subject, rank, element_bytes in self._sized:
             view = tensors.get(subject)
             if view is None or rank != 4:
                 numbers += _view_numbers(*view_of(subject, rank, geometry, scratch), element_bytes)
@@ -170,8 +176,12 @@ class PlanLayout:
                 if view != last or element_bytes != width:  # q, k, v and the output are often alike
                     last, width, found = view, element_bytes, _tensor_numbers(*view, element_bytes)
                 numbers += found
-            maps.append(tensor_maps(encoding, start + driver_sizes, at, words, entry))
-            at += TENSOR_MAP_BYTES
+        maps_at, tensor_maps = start + self._maps_at, driver.TensorMaps
+        maps_at += -maps_at % TENSOR_MAP_ALIGNMENT
+        maps = [
+            tensor_maps(encoding, start + sizes, maps_at + room, words, entry)
+            for encoding, sizes, room, entry in self._mapped
+        ]
         addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
         self._pack(words, self._sizes_at, *numbers, addresses)
         for kernel in self.kernels:
@@ -206,6 +216,7 @@ class PlanLayout:
     ) -> list[dict[str, DescribedTensor]]:
         """Place the sizes of every different descriptor; returns those of each kernel by name."""
         known: dict[tuple[object, ...], DescribedTensor] = {}
+        sizes: dict[tuple[str, int, int], int] = {}
         found = []
         for part, layout in zip(binding.compiled.parts, layouts, strict=True):
             own = dict[str, DescribedTensor]()
@@ -216,10 +227,16 @@ class PlanLayout:
                 element, rank = element_of(parameter), len(block_of(parameter))
                 key = (subject, rank, element, size, swizzle)
                 if key not in known:
-                    known[key] = _described(words, subject, rank, element, size, swizzle)
+                    of_sizes = subject, rank, ELEMENT_BYTES[element]
+                    if of_sizes not in sizes:
+                        sizes[of_sizes] = words.add([WORD_FORMATS["i64"]] * rank + [POINTER] * (2 * rank - 1)).start
+                    encoding = driver.Encoding(
+                        dtype=element, rank=rank, box=size, swizzle=swizzle, element_bytes=ELEMENT_BYTES[element]
+                    )
+                    known[key] = DescribedTensor(subject=subject, encoding=encoding, sizes=sizes[of_sizes])
                 own[parameter.name] = known[key]
             found.append(own)
-        self.described = tuple(known.values())
+        self.described, self._sized = tuple(known.values()), tuple(sizes)
         return found
 
     def _place_kernels(self, words: _Words, parts: Sequence[CompiledPart]) -> None:
@@ -250,13 +267,13 @@ class PlanLayout:
                     read = [kernel.counter if parameter.name == COUNTER else named[parameter.name]]
                 else:
                     one.entries.append(first + len(offsets))
-                    read = [0, *range(one.sizes.start, one.sizes.start + 2 * one.encoding.rank)]
+                    read = [0, *one.read]
                 offsets += [WORD_BYTES * word for word in read if word is not None]
             offsets += [WORD_BYTES * self._null] * layout.trailing
         words.add([POINTER] * len(offsets))
-        self._filled = [
-            (one.subject, one.encoding, one.encoding.rank, one.encoding.element_bytes, one.driver_sizes, one.entries[0])
-            for one in self.described
+        self._mapped = [
+            (one.encoding, WORD_BYTES * one.driver_sizes, number * TENSOR_MAP_BYTES, one.entries[0])
+            for number, one in enumerate(self.described)
         ]
         self._addresses_bytes = WORD_BYTES * len(offsets)
         sizes_from = self.places["q_offset"]
@@ -268,19 +285,9 @@ class PlanLayout:
         )
 
 
-def _described(
-    words: _Words, subject: str, rank: int, element: str, box: tuple[int, ...], swizzle: int
-) -> DescribedTensor:
-    encoding = driver.Encoding(dtype=element, rank=rank, box=box, swizzle=swizzle, element_bytes=ELEMENT_BYTES[element])
-    sizes = words.add([*[WORD_FORMATS["i32"]] * rank, *[WORD_FORMATS["i64"]] * rank, *[POINTER] * (2 * rank - 1)])
-    return DescribedTensor(
-        subject=subject, encoding=encoding, sizes=sizes, driver_sizes=WORD_BYTES * (sizes.start + 2 * rank)
-    )
-
-
 def _view_numbers(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
-    """Shape and strides for kernels, then for the driver: innermost first, strides in bytes and without that of 1."""
-    return (*shape, *strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
+    """Strides for kernels; then for the driver, innermost first, shape and strides in bytes without that of 1."""
+    return (*strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
 
 
 def _tensor_numbers(shape: Shape4, strides: Shape4, element_bytes: int) -> tuple[int, ...]:
@@ -292,7 +299,7 @@ def _tensor_numbers(shape: Shape4, strides: Shape4, element_bytes: int) -> tuple
         f = ALIGNMENT_BYTES
     if c < 2:
         g = ALIGNMENT_BYTES
-    return a, b, c, d, e, f, g, 1, d, c, b, a, g * element_bytes, f * element_bytes, e * element_bytes
+    return e, f, g, 1, d, c, b, a, g * element_bytes, f * element_bytes, e * element_bytes
 
 
 def _place_config(words: _Words, metadata: Any, *, overlaps: bool) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ PIECE_ALIGNMENT_BYTES = 256
 """Every piece begins at a multiple of this: what vector loads, TMA and whole cache lines ask for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """One piece of scratch memory: its first byte, counted from the start of the allocation, and what lies there."""
 
     scratch: Scratch
@@ -40,8 +38,13 @@ class Piece:
         """
         shape = self.scratch.shape
         merged = len(shape) - rank + 1
-        shape = (math.prod(shape[:merged]), *shape[merged:])
-        return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(rank))
+        if merged > 1:
+            shape = (math.prod(shape[:merged]), *shape[merged:])
+        strides, step = [1], 1
+        for size in shape[:0:-1]:
+            step *= size
+            strides.append(step)
+        return shape, tuple(strides[::-1])
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """This piece of an allocation, as a tensor."""
@@ -71,11 +74,24 @@ class ScratchPlan(NamedTuple):
         Raises:
             LaunchError: the family names a piece twice.
         """
+        return cls.maker(spec, config, device, first=first)(sizes)
+
+    @classmethod
+    def maker(
+        cls, spec: Specialization, config: Config, device: Device, *, first: str = ""
+    ) -> Callable[[Sizes], ScratchPlan]:
+        """The same for many sizes; what it returns raises as `at` does."""
         row = family(config.family)
-        splits = row.key_splits(spec, config, sizes, device)
-        sizes = sizes if splits == 1 else sizes._replace(key_splits=splits)
-        asked = row.scratch(spec, config, sizes)
-        return cls._laid_out(asked, config, sizes, first) if asked else cls({}, 0, sizes)
+        key_splits, scratch = row.key_splits, row.scratch
+
+        def at(sizes: Sizes) -> ScratchPlan:
+            splits = key_splits(spec, config, sizes, device)
+            if splits != 1:
+                sizes = sizes._replace(key_splits=splits)
+            asked = scratch(spec, config, sizes)
+            return cls._laid_out(asked, config, sizes, first) if asked else cls({}, 0, sizes)
+
+        return at
 
     @classmethod
     def of(cls, spec: Specialization, config: Config, sizes: Sizes, *, first: str = "") -> ScratchPlan:
@@ -94,16 +110,18 @@ class ScratchPlan(NamedTuple):
 
     @classmethod
     def _laid_out(cls, asked: Sequence[Scratch], config: Config, sizes: Sizes, first: str) -> ScratchPlan:
-        asked = sorted(asked, key=lambda one: one.name != first)
-        names = [one.name for one in asked]
-        if len(set(names)) < len(names):
-            raise LaunchError(f"pieces of scratch memory have different names, got {names} of {config.family}")
-        pieces, end = {}, 0
+        if asked and asked[0].name != first:
+            asked = sorted(asked, key=lambda one: one.name != first)
+        pieces, end = dict[str, Piece](), 0
         for one in asked:
-            pieces[one.name] = Piece(scratch=one, offset_bytes=end)
-            end += math.prod(one.shape) * DTYPE_BYTES[one.dtype]
+            name, shape, dtype = one
+            pieces[name] = Piece(one, end)
+            end += math.prod(shape) * DTYPE_BYTES[dtype]
             end += -end % PIECE_ALIGNMENT_BYTES
-        return cls(pieces=pieces, floats=end // 4, sizes=sizes)
+        if len(pieces) < len(asked):
+            names = [one.name for one in asked]
+            raise LaunchError(f"pieces of scratch memory have different names, got {names} of {config.family}")
+        return cls(pieces, end // 4, sizes)
 
     def allocate(self, beside: torch.Tensor) -> torch.Tensor:
         """Memory for one call, uninitialised: fp32, on the device of `beside`, from the current stream's pool."""

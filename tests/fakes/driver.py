@@ -75,7 +75,7 @@ class FakeDriver:
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
         assert extra is None
-        config, function, parameters = map(_number, (config, function, parameters))
+        config, function, parameters = map(as_number, (config, function, parameters))
         if self.code or (self.needs_context and not self.context):
             return self.code or INVALID_CONTEXT
         read = LaunchConfig.from_address(config)
@@ -130,7 +130,7 @@ class FakeDriver:
         fill: int,
     ) -> int:
         address, pointer, shape, byte_strides, box, steps = map(
-            _number, (address, pointer, shape, byte_strides, box, steps)
+            as_number, (address, pointer, shape, byte_strides, box, steps)
         )
         shape, byte_strides = (
             (ctypes.c_uint64 * rank).from_address(shape),
@@ -229,7 +229,7 @@ _slots = functools.cache(slot_sizes)
 """Asked for each parameter of each launch, of which there are few."""
 
 
-def _number(argument: Any) -> int:
+def as_number(argument: Any) -> int:
     """An argument, which may be one that ctypes has converted: it shows its number and does not give it."""
     return argument if isinstance(argument, int) else int(repr(argument).split("(")[1].rstrip(")>"), 16)
 

@@ -20,7 +20,7 @@ from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import Layout
 from flashgen.launch.plan import EmptyBackwardPlan, make_backward_plan, make_plan
 from flashgen.launch.triton_plan import TritonPlan
-from tests.fakes.driver import INVALID_CONTEXT, FakeDriver, Launched
+from tests.fakes.driver import INVALID_CONTEXT, FakeDriver, Launched, as_number
 from tests.fakes.imagined import (
     BACKWARD_DESCRIPTORS,
     BACKWARD_POINTERS,
@@ -322,8 +322,8 @@ def test_errors_name_the_kernel_and_carry_the_text_of_the_driver(
     for number in range(kind.count):
         for code, text in ((700, "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal"), (12345, r".*\? \(12345\)")):
 
-            def one_fails(config: int, function: int, *rest: Any, fails: int = number, code: int = code) -> int:
-                return code if function == FIRST_FUNCTION + fails else original(config, function, *rest)
+            def one_fails(config: Any, function: Any, *rest: Any, fails: int = number, code: int = code) -> int:
+                return code if as_number(function) == FIRST_FUNCTION + fails else original(config, function, *rest)
 
             monkeypatch.setattr(cuda, "cuLaunchKernelEx", one_fails)
             cuda.launches.clear()

@@ -128,6 +128,7 @@ def test_shapes_that_do_not_fit_are_the_same_error_at_any_call(gpu: FakeGpu) -> 
         (q, k.transpose(2, 3), v),
         (q.transpose(2, 3), k, v),
         (q[0], k, v),
+        (q[0], k[0], v[0]),
         (q[0, 0, 0, 0], k, v),
         (q[:1, :, :1].expand(2**31, -1, -1, -1), *(one[:1].expand(2**31, -1, -1, -1) for one in (k, v))),
     ]

@@ -280,11 +280,10 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
             tiles = query_blocks(sizes, rows) * sizes.nheads
-        elif aligned:
-            # the first block of a head begins up to a block before its first row, which takes one block more
-            tiles = head_packing.tiles(sizes._replace(seqlen_q=sizes.seqlen_q + rows - 1), rows, packed_heads)
         else:
-            tiles = head_packing.tiles(sizes, rows, packed_heads)
+            # the first block of a head begins up to a block before its first row, which takes one block more
+            queries = sizes.seqlen_q + rows - 1 if aligned else sizes.seqlen_q
+            tiles = head_packing.packs(sizes, packed_heads) * -(-queries // (rows // packed_heads))
         return min(tiles * sizes.key_splits, device.num_sms * side_by_side)
 
     parameters, options = _parameters(spec, config), _options(config)

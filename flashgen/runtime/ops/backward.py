@@ -34,6 +34,9 @@ Tensor = torch.Tensor
 
 _remembered = serve.MEMO.get
 _recent = RECENT.get
+_SHARED = slice(10, 17)
+"""The parts of a key that sizes leave as they are."""
+
 is_deterministic = torch._C._get_deterministic_algorithms
 """`torch.are_deterministic_algorithms_enabled` without a call around it."""
 
@@ -132,11 +135,10 @@ def prepared(
     part = () if features is None else packed_open_key(features)
     # a gradient of the output at an odd address is copied, which calls that are open to sizes do not do
     is_copied = flags >> DOUT_SHIFT & 15
-    open_key = None if part is None or is_copied else (flags, *key[10:17], q.shape[3:], k.shape[3:], v.shape[3:], *part)
+    open_key = None if part is None or is_copied else serve.open_key(key, flags, _SHARED, part)
     others = () if features is None else (features,)
     run = None if open_key is None else serve.prepare_open(open_key, key, inputs, out, dout, *others)
     if run is not None:
-        serve.remember(key, run)
         return run
     forward = Call(
         q=q,

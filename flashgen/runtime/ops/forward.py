@@ -50,6 +50,8 @@ LIBRARY.define(f"attention_features_lse({_PLAIN}, {SERVED.schema}) -> (Tensor, T
 
 _remembered = serve.MEMO.get
 _recent = RECENT.get
+_SHARED = slice(7, 13)
+"""The parts of a key that sizes leave as they are."""
 
 
 def attention_kernel(
@@ -163,11 +165,10 @@ def prepared(
     """The slow path of a key, whose first parts are those of the keys above, for tensors of four dimensions."""
     alone = (flags & WITHOUT_TRAINING, *key[1:]) if flags & TRAINS else key
     part = () if features is None else packed_open_key(features)
-    open_key = None if part is None else (alone[0], *key[7:13], key[1][3:], key[2][3:], key[3][3:], *part)
+    open_key = None if part is None else serve.open_key(key, alone[0], _SHARED, part)
     if open_key is not None and (alone is key or (flags, open_key) in serve.TRAINABLE):
         run = serve.prepare_open(open_key, key, q, k, v, *([] if features is None else [features]))
         if run is not None:
-            serve.remember(key, run)
             return run
     call = Call(
         q=q,

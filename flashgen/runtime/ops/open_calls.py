@@ -63,23 +63,22 @@ class OpenCall:
 
     def run(self, key: Key, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         """What serves the calls of a key of the memo, or None where the slow path has to be asked."""
-        bshd = self._bshd
-        _, shape_q, shape_k, shape_v, strides_q, strides_k, strides_v, *_ = key
+        bshd, step, with_lse = self._bshd, self._step, self._with_lse
+        _, shape_q, shape_k, shape_v, strides_q, strides_k, strides_v = key[:7]
         view_q = view_of(shape_q, strides_q, bshd)
         view_k = view_of(shape_k, strides_k, bshd)
         view_v = view_k if shape_v == shape_k and strides_v == strides_k else view_of(shape_v, strides_v, bshd)
-        sizes = sizes_of(view_q, view_k, view_v, self._step)
+        sizes = sizes_of(view_q, view_k, view_v, step)
         if sizes is None:
             return None
         if not self._same_head_dim:
             out = view(empty_output(q, v, bshd=bshd), bshd)
         else:
             out = view_q if q.is_contiguous() else _without_holes(q, shape_q, strides_q, bshd)
-        if out is not view_q and not is_aligned(out, self._step):
+        if out is not view_q and not is_aligned(out, step):
             return None
-        with_lse, has_own_offset = self._with_lse, self._has_own_offset
         config = self._lookup.config(
-            sizes, generated_only=self._generated_only, with_lse=with_lse, has_own_offset=has_own_offset
+            sizes, generated_only=self._generated_only, with_lse=with_lse, has_own_offset=self._has_own_offset
         )
         plan = None if config is None else self._plan_of(config)
         if plan is None:

@@ -63,9 +63,13 @@ LOCK = threading.RLock()
 def remember(key: tuple[Any, ...], run: Run | FeatureRun | BackwardRun) -> None:
     """Fill the memo, once the slow path has succeeded."""
     with LOCK:
-        if len(MEMO) >= MEMO_LIMIT:
-            MEMO.clear()
-        MEMO[key] = run
+        _keep(key, run)
+
+
+def _keep(key: tuple[Any, ...], run: Run | FeatureRun | BackwardRun) -> None:
+    if len(MEMO) >= MEMO_LIMIT:
+        MEMO.clear()
+    MEMO[key] = run
 
 
 def reload() -> None:
@@ -174,18 +178,42 @@ def _decoded(problem: CheckedCall, device: Device, index: int) -> Any:
         return None
 
 
-def prepare_open(open_key: tuple[Any, ...], *given: Any) -> Any:
+def prepare_open(open_key: tuple[Any, ...], key: tuple[Any, ...], *given: Any) -> Any:
     """What serves a call like an earlier one but for its sizes, or None where the slow path has to be asked.
+
+    The memo holds it from then on.
 
     Args:
         open_key: of both.
-        given: what `OpenCall.run` or `OpenBackwardCall.run` takes.
+        key: of the call, in the memo.
+        given: what `OpenCall.run` or `OpenBackwardCall.run` takes beside it.
     """
     found = _OPEN.get(open_key)
     if found is None:
         return None
     with LOCK:
-        return found.run(*given)
+        run = found.run(key, *given)
+        if run is not None:
+            _keep(key, run)
+        return run
+
+
+def open_key(key: tuple[Any, ...], flags: int, shared: slice, part: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What sizes leave as it is of a call's key, whose second to fourth parts are the shapes of q, k and v.
+
+    None where these have not the same number of dimensions: then the slow path says what is wrong.
+
+    Args:
+        key: of the memo.
+        flags: those that count.
+        shared: the parts of the key that are the same at all sizes.
+        part: what the features add.
+    """
+    _, q, k, v = key[:4]
+    dimensions = len(q)
+    if not dimensions or len(k) != dimensions or len(v) != dimensions:
+        return None
+    return flags, key[shared], dimensions, q[-1], k[-1], v[-1], part
 
 
 def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device, index: int) -> None:
