@@ -14,6 +14,7 @@ from benchmarks.results import DATA_COLUMNS, RACE_COLUMNS, RESULTS, TRAINING_COL
 from benchmarks.search_files import FILES, FROM_NOTHING, STAMP, add_rows, read
 from benchmarks.suites import DATA_SUITE, data_grid, paper_grid
 from benchmarks.training_tasks import EAGER_SUITE
+from benchmarks.varlen import Timed
 from benchmarks.varlen import row_of as packed_row
 from benchmarks.varlen_cases import PACKS
 from benchmarks.varlen_impls import IMPLS
@@ -92,7 +93,10 @@ def test_kinds_of_data_are_merged_however_they_were_shared(by: str, tmp_path: Pa
 
 
 def test_batches_of_packed_sequences_are_merged_and_all_there(tmp_path: Path) -> None:
-    rows, name = [packed_row(pack, IMPLS[0], 0.5, SHARED) for pack in PACKS], f"{SHARED.slug}/varlen.csv"
+    rows, name = (
+        [packed_row(pack, IMPLS[0], Timed(ms=0.5, timing="queue"), SHARED) for pack in PACKS],
+        f"{SHARED.slug}/varlen.csv",
+    )
     halves = [write(tmp_path / str(part), rows[part::2], name, DATA_COLUMNS) for part in range(2)]
     (path,) = merge(halves[::-1], tmp_path / "into")
     assert [each.subject for each in read_rows(path, DATA_COLUMNS)] == [each.subject for each in rows]

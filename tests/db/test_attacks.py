@@ -259,6 +259,7 @@ def test_a_transaction_that_writes_has_no_deadline(path: Path, monkeypatch: pyte
 def test_ctrl_c_is_not_lost_while_sqlite_works(path: Path) -> None:
     """Python calls the handlers of signals in ours, of which SQLite hides what they raise."""
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore it
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
@@ -266,6 +267,7 @@ def test_ctrl_c_is_not_lost_while_sqlite_works(path: Path) -> None:
             module.use(path, "read", lambda connection: connection.execute(endless).fetchone())
     finally:
         timer.join()
+        signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
