@@ -13,7 +13,7 @@ import torch
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
-from flashgen.launch import counters
+from flashgen.launch import counters, driver
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import used_strides
 from tests.fakes.driver import FakeDriver
@@ -41,12 +41,12 @@ VIEWING = ("unsqueeze", "squeeze", "view", "reshape", "transpose", "as_strided",
 MOST = 1.4
 """How many calls of functions packed training may take for each of dense training: with views and checks it was 1.8.
 
-It is 1.24 to 1.37: gradients may be where those before were, and are not described again then.
+It is 1.09 to 1.26: gradients may be where those before were, and are not written again then.
 """
 
 
 def calls_of(step: Step) -> Counter[str]:
-    """The functions that a step calls, in Python or C: the fewest of some steps, as new pointers take descriptors."""
+    """The functions that a step calls, in Python or C: the fewest of some steps, as new pointers take more of them."""
 
     def counted() -> Counter[str]:
         found: Counter[str] = Counter()
@@ -70,6 +70,8 @@ def steps(bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Steps:
     """What makes a step of training with packed sequences, and one of as many rows in a batch."""
     monkeypatch.setattr(bare_driver, "cuLaunchKernelEx", lambda *given: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # whether a gradient is where one before was is chance, and a new descriptor takes 19 calls
+    monkeypatch.setattr(driver.TensorMaps, "describe", lambda maps, pointer: 0)
     monkeypatch.setattr(counters, "_FREE", {0: iter(torch.zeros(99, 1, dtype=torch.int32).unbind())})
     return _steps
 
