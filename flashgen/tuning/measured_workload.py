@@ -46,10 +46,8 @@ class MeasuredWorkload:
 
     def _newcomer(self) -> TuningRecord | None:
         """What another run has stored in the own database since this one looked; from then on it is the incumbent."""
-        found, known = (
-            self._context.store.record(self._workload, self._context.device, provenance="measured"),
-            self._incumbent,
-        )
+        found = self._context.store.record(self._workload, self._context.device, provenance="measured")
+        known = self._incumbent
         if found is None or (known is not None and (found.created, found.config) == (known.created, known.config)):
             return None
         self._incumbent = found
