@@ -345,7 +345,7 @@ def changed(impl: str, factor: float) -> list[Row]:
         (4, "fa4", 0.8, r"it is 1\.\d+ of fa4 at 64"),
         (6, "fa3", 1.5, r"it is ahead of fa3 on \d+ of 16 in varlen"),
         (6, "flex", 3.0, r"it is ahead of flex on \d+ of 10 in varlen_training"),
-        (7, "fa3", 0.5, r"it is \('0\.\d+', 160, \d+\)"),
+        (7, "sdpa-cudnn", 1.5, r"it is \('0\.\d+', 160, \d+\)"),
     ],
 )
 def test_rows_that_contradict_a_sentence_are_told_with_it(index: int, impl: str, factor: float, figure: str) -> None:
