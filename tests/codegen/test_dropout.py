@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import FAMILIES, unsupported
+from flashgen.codegen.families import FAMILIES, default_config, family, unsupported, usual
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render_command
 from flashgen.core.device import find_device
 from flashgen.core.errors import WorkloadError
@@ -54,3 +55,32 @@ def test_weights_of_a_thread_share_calls_of_philox(name: str, part: int, loops: 
     products = compile_kernel(spec, config, H200).parts[part].handle.asm["ptx"].count("mul.hi.u32")
     calls = weights // (32 * warps) // shared_by
     assert 0 < products <= loops * calls * PHILOX_ROUNDS * PRODUCTS_A_ROUND
+
+
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_a_backward_pass_with_dropout_has_one_pass_or_two(name: str) -> None:
+    """Two passes where wgmma has a use for their longer steps."""
+    device, spec = find_device(name), Specialization.parse("bwd-bf16-d128-causal-dropout")
+    sizes = Sizes(batch=4, nheads=16, nheads_k=16, seqlen_q=4096, seqlen_k=4096)
+    config = usual(default_config(spec, device), spec, sizes, device)
+    assert config.family == f"portable_backward_{'split' if device.has_wgmma else 'fused'}"
+    assert default_config(spec, device).family == "portable_backward_fused"
+    in_fp32 = Specialization.parse("bwd-fp32-d128-causal-dropout")
+    assert usual(default_config(in_fp32, device), in_fp32, sizes, device).family == "portable_backward_fused"
+
+
+@pytest.mark.parametrize("head_dim", only([64, 128, 256], 64, 256))
+def test_the_default_of_two_passes_has_registers_for_dropout(head_dim: int) -> None:
+    """Twice as many rows of a step would spill 136 to 384 bytes of a thread at heads of 128 and 256."""
+    spec = Specialization.parse(f"bwd-bf16-d{head_dim}-causal-dropout")
+    config = family("portable_backward_split").default(spec, H200)
+    assert config.integer("block_m") >= 32
+    assert compile_kernel(spec, config, H200).spills <= 48
+
+
+def test_beside_other_features_steps_are_as_short_as_without_dropout() -> None:
+    alone, beside = (
+        family("portable_backward_split").default(Specialization.parse(f"bwd-bf16-d64-{rest}"), H200)
+        for rest in ("dropout", "alibi-dropout")
+    )
+    assert alone.integer("block_m") == 2 * beside.integer("block_m")

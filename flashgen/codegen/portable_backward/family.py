@@ -26,7 +26,12 @@ from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Kn
 from flashgen.codegen.head_parts import is_split, padded, why_not_split
 from flashgen.codegen.portable_backward import heads, parameters
 from flashgen.codegen.portable_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
-from flashgen.codegen.portable_backward.defaults import default_fused, default_split, seed_configs_fused
+from flashgen.codegen.portable_backward.defaults import (
+    default_fused,
+    default_split,
+    fused_slower_at,
+    seed_configs_fused,
+)
 from flashgen.codegen.portable_backward.resources import (
     FUSED_ID,
     SPLIT_ID,
@@ -302,6 +307,7 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     poor_at_sizes=why_pointless,
     balanced=heads.fitted,
     beside=heads.beside,
+    slower_at=fused_slower_at,
     seed_configs=_seed_configs_fused,
     tolerated_spills=TOLERATED_SPILLS,
     default_spills=FUSED_DEFAULT_SPILLS,
