@@ -175,13 +175,17 @@ def successor(config: Config, spec: Specialization) -> Config:
 
 
 def default_config(spec: Specialization, device: Device, only: Sequence[str] = ()) -> Config:
-    """The config that serves without any record, for sizes that nothing is known of: the first applicable default.
+    """The config that serves without any record, for sizes that nothing is known of.
+
+    It is the default of the first family that applies, or of the next one where that is faster on this device.
 
     Raises:
         ConfigError: `only` names a family that there is not.
         UnsupportedError: no family applies.
     """
-    return applicable(spec, device, only)[0].default(spec, device)
+    rows = applicable(spec, device, only)
+    row = rows[1] if len(rows) > 1 and rows[0].slower_on(spec, device) else rows[0]
+    return row.default(spec, device)
 
 
 def exact_sibling(config: Config, spec: Specialization) -> Config:

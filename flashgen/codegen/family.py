@@ -205,6 +205,10 @@ def _always_fit(config: Config, sizes: Sizes) -> str | None:
     return None
 
 
+def _on_none(spec: Specialization, device: Device) -> str | None:
+    return None
+
+
 def _nowhere(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
     return None
 
@@ -232,7 +236,8 @@ class KernelFamily:
         knob_rows: knobs that are enumerated together, because most combinations of their values are never valid.
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
         usual: the default at such sizes, where a rule chooses more of it than what follows from them; None is `fitted`.
-        slower_at: the reason why the default of the next family that applies is faster at some sizes, or None.
+        slower_on: the reason why the default of the next family that applies is faster on a device, or None.
+        slower_at: likewise at some sizes.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
         balanced: a config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these.
         beside: what `balanced` may serve in the place of a config at one size or another.
@@ -268,6 +273,7 @@ class KernelFamily:
     knob_rows: Callable[[], KnobRows] = _no_knob_rows
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     usual: Callable[[Specialization, Config, Sizes, Device], Config] | None = None
+    slower_on: Callable[[Specialization, Device], str | None] = _on_none
     slower_at: Callable[[Specialization, Sizes, Device], str | None] = _nowhere
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     balanced: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is

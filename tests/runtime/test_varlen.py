@@ -81,7 +81,7 @@ def test_a_hopper_kernel_gets_tensors_that_tma_clips_behind_any_row(
 def differentiated(fake: FakeDriver, packed: Packed, **changes: Any) -> list[Launched]:
     """The launches of a backward pass."""
     spec = replace(checked(packed).spec, direction="backward", sink=False, deterministic="deterministic" in changes)
-    row = family("portable_backward_split" if spec.deterministic else "portable_backward_fused")
+    row = family("portable_backward_split")
     run(fake, packed, return_lse=True)
     fake.named |= {kernel.entry: kernel.parameters for kernel in row.kernels(spec, row.default(spec, H200))}
     return gradients_of(fake, packed, **changes)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from flashgen.codegen.common_groups import HEADS_PER_TILE
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_block, table_kind
 from flashgen.codegen.common_products import IEEE, PRODUCTS
-from flashgen.codegen.family import Sizes
 from flashgen.codegen.portable_backward.resources import FUSED_ID, SPLIT_ID
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -101,10 +100,12 @@ def default_fused(spec: Specialization, device: Device) -> Config:
     return Config.of(FUSED_ID, {**knobs, "dq_transposed": False})
 
 
-def fused_slower_at(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
-    """The reason why the default of two passes is faster than that of one, at any sizes, or None."""
+def fused_slower_on(spec: Specialization, device: Device) -> str | None:
+    """The reason why the default of two passes is faster than that of one, or None."""
     if device.has_wgmma and spec.dtype in ("bf16", "fp16"):
-        return "two passes have room for steps that are twice as long: 1.1 to 2.1 times as fast on an H200"
+        return (
+            "two passes have room for longer steps: ahead in 69 of 74 searches of H100 and H200, by 7% behind at most"
+        )
     return None
 
 

@@ -29,7 +29,7 @@ from flashgen.codegen.portable_backward.cost_model import FUSED_COST_MODEL, SPLI
 from flashgen.codegen.portable_backward.defaults import (
     default_fused,
     default_split,
-    fused_slower_at,
+    fused_slower_on,
     seed_configs_fused,
 )
 from flashgen.codegen.portable_backward.resources import (
@@ -307,7 +307,7 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     poor_at_sizes=why_pointless,
     balanced=heads.fitted,
     beside=heads.beside,
-    slower_at=fused_slower_at,
+    slower_on=fused_slower_on,
     seed_configs=_seed_configs_fused,
     tolerated_spills=TOLERATED_SPILLS,
     default_spills=FUSED_DEFAULT_SPILLS,

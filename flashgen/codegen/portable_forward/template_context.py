@@ -127,5 +127,5 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         *(["limit"] if _has_ends(spec) else []),
     ]
     found += [*score_arguments(spec), *(["positions"] if spec.alibi else []), *score_rows(spec)]
-    found += ["m_block", "rng_seed", "rng_offset", "dropout_threshold"] if spec.dropout else []
+    found += ["m_block", "rng_seed", "rng_offset", "dropout_threshold", "dropout_scale"] if spec.dropout else []
     return found + mod_step_arguments(spec)
