@@ -120,12 +120,21 @@ def explain(
     device, note = arguments.pick_device(target)
     if note:
         output.note(note)
-    explanation = explanation_of(workload, spec, device)
+    copies = unaligned and _are_copied(workload, spec)
+    explanation = explanation_of(workload, replace(spec, aligned16=True) if copies else spec, device, copies=copies)
     if json:
         output.print_json(explanation.to_dict())
     else:
         for line in str(explanation).splitlines():
             output.say(line)
+
+
+def _are_copied(workload: Workload, spec: Specialization) -> bool:
+    """Whether tensors that are not aligned are copied, and copies are."""
+    from flashgen.measure.protocol import has_aligned_rows
+    from flashgen.runtime.ops.calls import may_copy
+
+    return may_copy(workload) and has_aligned_rows(spec)
 
 
 def _parsed(
@@ -183,7 +192,12 @@ def _suits(config: Config, spec: Specialization, device: Device) -> bool:
 
 
 def explanation_of(
-    workload: Workload, spec: Specialization, device: Device, databases: Sequence[Path] | None = None
+    workload: Workload,
+    spec: Specialization,
+    device: Device,
+    databases: Sequence[Path] | None = None,
+    *,
+    copies: bool = False,
 ) -> Explanation:
     """Why a workload is served the way it is, with the user's databases or with these in their place.
 
@@ -195,7 +209,7 @@ def explanation_of(
     from flashgen.runtime.lookup.records import Records
 
     with Layers.open(databases) as layers:
-        return explain(workload, spec, device, Records(layers))
+        return explain(workload, spec, device, Records(layers), copies=copies)
 
 
 def _print_compiled(device: Device, config: Config, compiled: CompiledKernel) -> None:

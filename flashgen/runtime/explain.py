@@ -113,4 +113,5 @@ def explain(
         generated_only=forward.generated_only,
         with_lse=is_forward and forward.with_lse,
         own_offset=forward.explicit_offset,
+        copies=problem.copies,
     )

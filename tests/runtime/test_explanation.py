@@ -71,6 +71,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "expected_worst_ratio": None,
         "slower_record_ms": None,
         "mixed": None,
+        "copies": False,
         "stale": True,
         "not_current": [],
         "few_queries": None,

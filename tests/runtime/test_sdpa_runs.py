@@ -23,10 +23,19 @@ def test_what_sdpa_computes_otherwise_stays_with_the_kernel(
     flashgen.attention(q, k, v, causal=True, return_lse=True)
     flashgen.attention(q, k, v, causal=True, q_offset=0)
     flashgen.attention(q, k, v, causal=True, q_offset=torch.zeros(4, dtype=torch.int32).as_subclass(OnGpu))
-    flashgen.attention(tensor(4, 32, 4096, 128, shift=1), k, v, causal=True)
-    assert (len(gpu.launched), used) == (4, [])
+    assert (len(gpu.launched), used) == (3, [])
     flashgen.attention(q, k, v, causal=True)
-    assert (len(gpu.launched), used) == (4, [{"causal": True, "bshd": False, "gqa": True}])
+    assert (len(gpu.launched), used) == (3, [{"causal": True, "bshd": False, "gqa": True}])
+
+
+def test_sdpa_gets_copies_of_unaligned_tensors(gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder.user(measured(config=config(8, "pointer"), baselines=faster("sdpa-cudnn")))
+    given: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(runs, "sdpa_run", lambda impl, **_: lambda *call: given.append(call[:3]) or call[0])
+    q, k, v = (tensor(4, h, 4096, 128, shift=1) for h in (32, 8, 8))
+    flashgen.attention(q, k, v, causal=True)
+    assert [one.data_ptr() % 16 for one in given[0]] == [0, 0, 0]
+    assert not gpu.launched
 
 
 @pytest.mark.parametrize("bshd", [False, True])

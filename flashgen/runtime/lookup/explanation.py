@@ -42,7 +42,7 @@ class Explanation:
     `forward` is what serves by a forward or backward family, as `served` does but where a decode family is faster;
     `few_queries` says of a call with few queries why a decode family serves it, or why none does; else it is empty.
     `mixed` says of a mixed batch over pages whether it is one launch or two where the call counts its steps of decoding
-    (`num_decodes`); else it is empty.
+    (`num_decodes`); else it is empty. `copies` says that q, k and v are copied first.
     """
 
     workload: Workload
@@ -56,6 +56,7 @@ class Explanation:
     faster: FasterBackend | None
     digest: str
     changed: tuple[str, ...] = ()
+    copies: bool = False
 
     @property
     def backend(self) -> str:
@@ -132,6 +133,7 @@ class Explanation:
             "not_current": list(self.changed),
             "few_queries": self.few_queries or None,
             "mixed": self.mixed or None,
+            "copies": self.copies,
             "skipped": list(self.served.skipped),
             "families": dict(self.families),
         }
@@ -154,10 +156,13 @@ class Explanation:
         lines += [f"expected   {self.expected}"] if self.expected else []
         lines += [f"queries    {self.few_queries}"] if self.few_queries else []
         lines += [f"mixed      {self.mixed}"] if self.mixed else []
+        lines += [f"copies     {COPIES}"] if self.copies else []
         lines += [f"skipped    {line}" for line in self.served.skipped]
         lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
         return "\n".join(map(printable, lines))
 
+
+COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them"
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 _WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"
@@ -262,12 +267,13 @@ def explain(
     generated_only: bool = False,
     with_lse: bool = False,
     own_offset: bool = False,
+    copies: bool = False,
 ) -> Explanation:
     """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
 
     `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for, or
-    a gradient will be), `with_lse` for those that ask for an LSE or train, and `own_offset` for those with a query
-    offset.
+    a gradient will be), `with_lse` for those that ask for an LSE or train, `own_offset` for those with a query
+    offset, and `copies` for those whose q, k and v are copied first.
 
     Raises:
         ConfigError: the explicit config is not valid here.
@@ -296,4 +302,5 @@ def explain(
         # a record's is of the kernel that it was measured with, whatever this call's tensors are
         digest=source_digest(record.workload, record.config) if record else render(compiled_in, served.config).digest,
         changed=() if record is None else _changed(record, device),
+        copies=copies,
     )

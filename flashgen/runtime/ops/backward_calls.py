@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +18,9 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward import BackwardTensors, backward_geometry
 from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, NO_FEATURES, Call, CheckedCall
-from flashgen.runtime.ops.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
+from flashgen.runtime.ops.gradients import BiasRule, bias_rule, empty_bias_gradient, empty_gradient
 from flashgen.runtime.ops.keys import aux_gradient
-from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from flashgen.runtime.ops.outputs import META, dense_like, empty_lse, empty_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ class CheckedBackwardCall:
         workload: what is computed.
         spec: what is compiled in.
         geometry: shapes and strides of all tensors, `dout` being a copy where that is needed.
-        copies_dout: whether it is.
+        copies: whether kernels get copies of q, k and v, which are meant there, too.
+        copies_dout: whether `dout` is one.
         bias_rule: how the gradient of the bias is made.
         copies_bias: whether the kernels get a copy of the bias, one with a value of its own for every query.
     """
@@ -94,6 +96,7 @@ class CheckedBackwardCall:
     workload: Workload
     spec: Specialization
     geometry: Geometry
+    copies: bool
     copies_dout: bool
     bias_rule: BiasRule
     copies_bias: bool
@@ -116,8 +119,11 @@ class CheckedBackwardCall:
             deterministic=call.deterministic,
             bias=broadcast_kind(features.bias if features else None),
         )
-        copied = _Laid.of(call, out, torch.empty_like(out, device=META), features, rule)
-        given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(call, out, dout, features, rule)
+        inputs = [call.forward.q, call.forward.k, call.forward.v]
+        if forward.copies:
+            inputs = [dense_like(tensor, META) for tensor in inputs]
+        copied = _Laid.of(call, inputs, out, torch.empty_like(out, device=META), features, rule)
+        given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(call, inputs, out, dout, features, rule)
         # a kernel for odd tensors is slower than a copy of this one
         laid = given if given.aligned16 or not copied.aligned16 else copied
         spec = Specialization.of(
@@ -133,6 +139,7 @@ class CheckedBackwardCall:
             workload=workload,
             spec=spec,
             geometry=laid.geometry,
+            copies=forward.copies,
             copies_dout=laid is copied,
             bias_rule=rule,
             copies_bias=copies_bias,
@@ -151,11 +158,18 @@ class _Laid:
 
     @classmethod
     def of(
-        cls, call: BackwardCall, out: torch.Tensor, dout: torch.Tensor, features: Features | None, rule: BiasRule
+        cls,
+        call: BackwardCall,
+        inputs: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        features: Features | None,
+        rule: BiasRule,
     ) -> _Laid:
+        """Of q, k and v as kernels get them, and gradients as the caller does."""
         forward = call.forward
-        inputs = (forward.q, forward.k, forward.v)
-        laid = [*inputs, out, dout, *(empty_gradient(tensor, META) for tensor in inputs)]
+        gradients = (empty_gradient(tensor, META) for tensor in (forward.q, forward.k, forward.v))
+        laid = [*inputs, out, dout, *gradients]
         q, k, v, o, do, dq, dk, dv = (tensor.transpose(1, 2) if forward.bshd else tensor for tensor in laid)
         bias = None if features is None else features.bias
         tensors = BackwardTensors(

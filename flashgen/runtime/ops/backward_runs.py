@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,8 @@ from flashgen.core.features.sequences import is_packed
 from flashgen.core.features.values import Features
 from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
 from flashgen.launch.backward import BackwardTensors
-from flashgen.runtime.ops.gradients import FORMULAS, META, bias_gradient, empty_bias_gradient, empty_gradient
+from flashgen.runtime.ops.gradients import FORMULAS, bias_gradient, empty_bias_gradient, empty_gradient
+from flashgen.runtime.ops.outputs import META, dense_copy
 from flashgen.runtime.ops.runs import Offset
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS
 
@@ -38,6 +39,20 @@ Tensors are in the layout of the call: a launch uses only their memory.
 
 def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
     """Allocate the gradients, launch the kernels of a config, and add what needs no kernel."""
+    run = _run_of_tensors(launch, problem)
+    if not problem.copies:
+        return run
+
+    def copying(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Any
+    ) -> Gradients:
+        return run(dout, dlse, dense_copy(q), dense_copy(k), dense_copy(v), out, *others)
+
+    return copying
+
+
+def _run_of_tensors(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
+    """The same for tensors of the geometry."""
     copies_dout, copies_bias, rule = problem.copies_dout, problem.copies_bias, problem.bias_rule
     sizes, tensors, forward = problem.geometry.sizes, problem.geometry.tensors, problem.call.forward
     inputs = forward.q, forward.k, forward.v

@@ -17,7 +17,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 from flashgen.launch.geometry import Geometry, aligned16
-from flashgen.runtime.ops.outputs import empty_output
+from flashgen.runtime.ops.outputs import META, dense_like, empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_FEATURES = Features()
@@ -26,6 +26,10 @@ _NOTHING_IN_WORKLOAD = table.workload_fields(
 )
 _NOTHING_IN_SPECIALIZATION = table.specialization_fields(NO_FEATURES)
 """What a call without features is, whatever its tensors: found out once, because every new length pays for it."""
+
+LEAST_COPIED_QUERIES = 64
+"""From here on q, k and v that are not aligned to 16 bytes are copied: a copy moves their bytes twice, a kernel that
+loads their numbers one by one takes longer for each block of queries."""
 
 MAX_ROW_STRIDE = 2**23
 """In elements, exclusive: inside a tile of at most 256 rows places are 32-bit numbers."""
@@ -82,7 +86,8 @@ class Call:
 class CheckedCall:
     """A call whose rules hold: its workload, what is compiled in, and the shapes and strides of its tensors.
 
-    `features` are those of the call with bias and mask in four dimensions.
+    `features` are those of the call with bias and mask in four dimensions. `copies` says that kernels get copies of q,
+    k and v, which `geometry` is of.
     """
 
     call: Call
@@ -90,6 +95,7 @@ class CheckedCall:
     spec: Specialization
     geometry: Geometry
     features: Features | None = None
+    copies: bool = False
 
     @classmethod
     def of(cls, call: Call) -> CheckedCall:
@@ -104,9 +110,16 @@ class CheckedCall:
         features, of_workload, of_spec = _features(call, q, k)
         workload = _workload(call, (q, k, v), of_workload)
         out = empty_output(call.q, call.v, bshd=call.bshd)
-        geometry = Geometry.of(q, k, v, out.transpose(1, 2) if call.bshd else out, features)
+        out = out.transpose(1, 2) if call.bshd else out
+        geometry = Geometry.of(q, k, v, out, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        fits = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype])
+        fits, copies = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype]), False
+        if not fits and call.config is None and may_copy(workload):
+            dense = [dense_like(tensor, META) for tensor in (call.q, call.k, call.v)]
+            q, k, v = (tensor.transpose(1, 2) for tensor in dense) if call.bshd else dense
+            copied = Geometry.of(q, k, v, out, features)
+            fits = copies = aligned16(copied, 0, DTYPE_BYTES[workload.dtype])
+            geometry = copied if copies else geometry
         spec = Specialization.of(
             workload,
             aligned16=fits,
@@ -114,7 +127,12 @@ class CheckedCall:
             mods=call.mods,
             **of_spec,
         )
-        return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features)
+        return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features, copies=copies)
+
+
+def may_copy(workload: Workload) -> bool:
+    """Whether q, k and v are copied where they are not aligned to 16 bytes and copies are; not for a given config."""
+    return not workload.is_packed and workload.seqlen_q >= LEAST_COPIED_QUERIES
 
 
 def in_bhsd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

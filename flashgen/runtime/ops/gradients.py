@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from flashgen.core.features.values import Features
+from flashgen.runtime.ops.outputs import dense_like
 
 BiasRule = Literal["", "full", "keys", "rows"]
 """How the gradient of a bias is made: not at all; by a kernel, one number a score; by a kernel that sums over the
@@ -16,18 +17,13 @@ queries; or, where it has one number for all keys of a row, by a formula."""
 Formula = Callable[[Features, torch.Tensor, torch.Tensor], torch.Tensor | None]
 """From the features of a call, its LSE and what kernels leave of every row: `neg_delta`."""
 
-META = torch.device("meta")
-"""Where tensors have strides and no memory."""
-
 
 def empty_gradient(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The uninitialised gradient of q, k or v: dense, in the memory order of its tensor, the last dimension contiguous.
 
     So torch's accumulation of gradients never has to copy it. `device` None is that of the tensor.
     """
-    found = torch.empty_like(tensor, device=device)
-    # of an expanded tensor, whose strides have no order, any may come out
-    return found if found.stride(-1) == 1 else torch.empty_like(found, memory_format=torch.contiguous_format)
+    return dense_like(tensor, device)
 
 
 def bias_rule(bias: torch.Tensor, seqlen_k: int) -> BiasRule:

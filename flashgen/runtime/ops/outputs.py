@@ -1,8 +1,11 @@
-"""Where a call writes: its output and its LSE, uninitialised."""
+"""Where a call writes: its output and its LSE, uninitialised; and copies of inputs that kernels do not read well."""
 
 from __future__ import annotations
 
 import torch
+
+META = torch.device("meta")
+"""Where tensors have strides and no memory."""
 
 
 def empty_output(q: torch.Tensor, v: torch.Tensor, *, bshd: bool) -> torch.Tensor:
@@ -19,3 +22,15 @@ def empty_lse(q: torch.Tensor, *, bshd: bool) -> torch.Tensor:
     """The uninitialised LSE of a call: fp32 (batch, nheads, seqlen_q), whatever the layout of q."""
     batch, one, two, _ = q.shape
     return q.new_empty((batch, two, one) if bshd else (batch, one, two), dtype=torch.float32)
+
+
+def dense_like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Uninitialised, dense, in the memory order of a tensor, the last dimension contiguous; None is its device."""
+    found = torch.empty_like(tensor, device=device)
+    # of an expanded tensor, whose strides have no order, any may come out
+    return found if found.stride(-1) == 1 else torch.empty_like(found, memory_format=torch.contiguous_format)
+
+
+def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy laid out as `dense_like`, which torch allocates at a multiple of 512 bytes."""
+    return dense_like(tensor).copy_(tensor)

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashgen.core.features.pages import is_paged
 from flashgen.core.features.sequences import is_packed
 from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
-from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from flashgen.runtime.ops.outputs import dense_copy, empty_lse, empty_output
 
 if TYPE_CHECKING:
     from flashgen.core.features.values import Features
@@ -32,12 +32,22 @@ def forward_run(launch: Launch, problem: CheckedCall) -> Run | FeatureRun:
     call, geometry = problem.call, problem.geometry
     if not is_packed(call.features):
         out = layout_of_view(*geometry.tensor("o"), call.q.dtype, bshd=call.bshd)
-        return kernel_run(launch, call.q, out, lse_shape=geometry.q_shape[:3] if call.with_lse else None)
+        run = kernel_run(launch, call.q, out, lse_shape=geometry.q_shape[:3] if call.with_lse else None)
+        return of_copies(run) if problem.copies else run
     if is_paged(call.features) or not call.bshd:
         return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
     same_head_dim = call.q.shape[-1] == call.v.shape[-1]
     lse_shape = geometry.q_shape[1:3] if call.with_lse else None
     return packed_run(launch, call.q, same_head_dim=same_head_dim, lse_shape=lse_shape)
+
+
+def of_copies(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same `Run` or `FeatureRun` for copies of q, k and v."""
+
+    def copying(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+        return run(dense_copy(q), dense_copy(k), dense_copy(v), *others)
+
+    return copying
 
 
 def kernel_run(

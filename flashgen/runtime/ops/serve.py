@@ -130,7 +130,8 @@ def _prepared(call: AnyCall) -> Any:
             with_lse=with_lse,
             batch_invariant=call.batch_invariant,
         )
-        if call.open_key is not None and problem.spec.aligned16 and not recording.recorders():
+        is_open = problem.spec.aligned16 and not problem.copies and not recording.recorders()
+        if call.open_key is not None and is_open:
             _open_to_sizes(call.open_key, problem, device, index)
         if isinstance(problem, CheckedCall) and not (problem.call.explicit_offset or problem.call.config):
             run = _decoded(problem, device, index)
@@ -146,11 +147,12 @@ def _prepared(call: AnyCall) -> Any:
                 return recording.counted(_bound(problem, kernel, config, index), workload, device, by)
 
             return kernel_cache.built(problem.spec, served, device, index, bind)
-    from flashgen.runtime.ops.runs import sdpa_run
+    from flashgen.runtime.ops.runs import of_copies, sdpa_run
 
     assert isinstance(call, Call)
     causal = workload.causal and workload.seqlen_q > 1  # torch's mask is to the top left; one query sees every key
     run = sdpa_run(backend, causal=causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+    run = of_copies(run) if problem.copies else run
     return recording.counted(run, workload, device, served, backend)
 
 
