@@ -39,7 +39,14 @@ _DEFAULTS: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
     ("wmma", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     ("wmma", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
-# with dropout, whose bits take registers of a thread and not of a row: the kernels of dK and dV, and of dQ
+# of tensors that are not aligned to 16 bytes, whose loads go number by number through registers: the kernels of
+# dK and dV, and of dQ
+_UNALIGNED_WGMMA: dict[int, tuple[Tile, Tile]] = {
+    64: ((128, 32, 8, 3), (128, 32, 8, 3)),
+    128: ((64, 32, 8, 2), (128, 32, 8, 3)),
+    256: ((32, 32, 8, 1), (32, 32, 8, 1)),
+}
+# with dropout, whose bits take registers, too
 _DROPOUT_WGMMA: dict[int, tuple[Tile, Tile]] = {
     64: ((128, 64, 8, 3), (128, 64, 8, 3)),
     128: ((128, 32, 8, 3), (128, 64, 8, 3)),
@@ -148,10 +155,13 @@ def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
     kinds = (table_kind(device), "nvidia")
     dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
+    is_wgmma = device.has_wgmma and table is _DEFAULTS
+    if is_wgmma and not spec.aligned16:
+        dkdv, dq = _UNALIGNED_WGMMA.get(block, (dkdv, dq))
     if not is_heavy(spec) and not spec.varlen:
         return dkdv, dq, fused
     fused = _lighter(fused, device)
-    if device.has_wgmma and table is _DEFAULTS and block in _DROPOUT_WGMMA and _has_only_dropout(spec):
+    if is_wgmma and spec.aligned16 and block in _DROPOUT_WGMMA and _has_only_dropout(spec):
         dkdv, dq = _DROPOUT_WGMMA[block]
         if not spec.varlen:
             return dkdv, dq, fused

@@ -47,6 +47,12 @@ _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("wmma", 256): (64, 16, 8, 1),
     ("wmma", 512): (16, 16, 8, 1),
 }
+# of tensors that are not aligned to 16 bytes, whose loads go number by number through registers
+_DEFAULTS_UNALIGNED: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("wgmma", 64): (128, 64, 8, 3),
+    ("wgmma", 128): (128, 64, 8, 3),
+    ("wgmma", 256): (64, 32, 8, 2),
+}
 # the same with a window, ALiBi, a bias or a mask: positions, tiles of the bias and a second pass take registers too
 _DEFAULTS_HEAVY: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("wgmma", 64): (128, 64, 8, 3),
@@ -184,6 +190,8 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
             table = {**table, **_DEFAULTS_PADDED}
         if spec.varlen and not is_heavy(spec):
             table = {**table, **_DEFAULTS_PACKED}
+        if not spec.aligned16:
+            table = {**table, **_DEFAULTS_UNALIGNED}
     tile = table[(kind, block) if (kind, block) in table else ("nvidia", block)]
     block_m, block_n, num_warps, num_stages = tile
     if holds_tiles(spec, PAGED_STEP) and not holds_tiles(spec, block_n) and device.has_tma:
