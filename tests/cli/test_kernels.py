@@ -270,7 +270,7 @@ def test_unaligned_and_scattered_are_asked_for_in_the_key_or_beside_it(invoke: I
     assert parse_shape(shape, scattered=True)[1].key == "fwd-bf16-d64-bias-scattered"
     key = "fwd-bf16-d64-bias-unaligned-scattered"
     assert parse_shape(shape, unaligned=True, scattered=True)[1] == parse_shape(key)[1]
-    explained = invoke("explain", "b1-h2-s63-d64-bias", "--target", "h100", "--unaligned").stdout
+    explained = invoke("explain", "b1-h2-sq56-sk64-d64-bias", "--target", "h100", "--unaligned").stdout
     assert "TMA needs pointers and strides that are multiples of 16 bytes" in explained
 
 
