@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 import flashgen
+from benchmarks.dropout_tables import SUITE
 from benchmarks.forward import say
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import COLUMNS, ResultsFile
@@ -28,7 +29,6 @@ from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure.bench import INPUT_SEED
 
-SUITE = "dropout"
 DROPOUT_P = 0.1
 NHEADS = 16
 HEAD_DIMS, SEQLENS, TOKENS = (64, 128), (1024, 4096), 16384

@@ -70,6 +70,7 @@ FILES = (
     "packed_training.csv",
     "features.csv",
     "functions.csv",
+    "dropout.csv",
     "memory.csv",
     "overhead.csv",
     "training.csv",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from benchmarks.data_tables import data_parts
 from benchmarks.decode_tables import decode_parts
+from benchmarks.dropout_tables import dropout_parts
 from benchmarks.functions_tables import function_parts
 from benchmarks.io_tables import io_parts
 from benchmarks.markdown import by_workload, image, mean, provenance, speedup, table_row, variants
@@ -60,6 +61,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     if any(row.suite == FEATURES_SUITE for row in rows):
         parts += ["### Features", _features_text(rows), _features_table(rows)]
     parts += function_parts(rows)
+    parts += dropout_parts(rows)
     if any(row.suite == WINDOW_SUITE for row in rows):
         parts += ["### Sliding windows", _window_text(rows)]
     if any(row.suite == MEMORY_SUITE for row in rows):

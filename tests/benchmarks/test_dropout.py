@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import dropout
+from benchmarks.dropout_tables import dropout_parts
 from benchmarks.provenance import Provenance
 from benchmarks.results import COLUMNS, read_rows
 from flashgen.core.errors import UnsupportedError
@@ -51,3 +52,20 @@ def test_a_run_writes_rows(
     assert "no row: no kernel\n" in "".join(capsys.readouterr())
     assert dropout.main([*arguments, "--append"]) == expected
     assert len(read_rows(tmp_path / SHARED.slug / "dropout.csv", COLUMNS)) == 2
+
+
+def test_the_table_has_a_row_for_each_pass_and_nothing_without_rows() -> None:
+    times = {"flashgen": 1.0, "flashgen-dropout": 2.0, "sdpa-flash-dropout": 3.0}
+    rows = [
+        SHARED.row(dropout.SUITE, workload, impl, "1", median_ms=ms)
+        for workload in (SMALL, replace(SMALL, direction="backward", causal=False))
+        for impl, ms in times.items()
+    ]
+    title, text, table = dropout_parts(rows)
+    assert title == "### Dropout"
+    assert "dropout_p=0.1" in text
+    assert table.splitlines()[2:] == [
+        "| forward | 1 | 16 | 16 | yes | 1.000 | 2.000 | 3.000 | - | 1.50 |",
+        "| backward | 1 | 16 | 16 | no | 1.000 | 2.000 | 3.000 | - | 1.50 |",
+    ]
+    assert dropout_parts([]) == []
