@@ -1,4 +1,4 @@
-"""q, k and v that are not aligned to 16 bytes: kernels get copies, from 64 queries on."""
+"""q, k and v that are not aligned to 16 bytes: kernels get copies, from 256 queries on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import flashgen
 from flashgen.core.workload import Workload
 from flashgen.runtime.ops import serve
-from flashgen.runtime.ops.calls import may_copy
+from flashgen.runtime.ops.calls import LEAST_COPIED_QUERIES, may_copy
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, OnGpu
 from tests.runtime.ladders import Ladder
 
@@ -25,7 +25,7 @@ ODD: dict[str, Odd] = {
 }
 
 
-def inputs(seqlen: int = 64, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def inputs(seqlen: int = LEAST_COPIED_QUERIES, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seqlen)
     return [torch.randn(2, heads, seqlen, dim, generator=generator).to(dtype) for heads in (4, 2, 2)]
 
@@ -54,7 +54,7 @@ def test_both_passes_are_those_of_aligned_tensors(emulated: EmulatedGpu, kind: s
 
 
 def test_a_gradient_of_a_bias_comes_with_copies(emulated: EmulatedGpu) -> None:
-    bias = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    bias = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     found = []
     for make in (lambda x: x, ODD["swapped rows"]):
         leaves = [make(tensor).requires_grad_() for tensor in inputs()]
@@ -74,7 +74,7 @@ def test_each_call_copies_what_is_there_then(emulated: EmulatedGpu) -> None:
 
 def test_what_copies_do_not_mend_is_not_copied(gpu: FakeGpu, ladder: Ladder) -> None:
     """Few queries; rows that are no multiples of 16 bytes; a config that is asked for."""
-    for seqlen, dim in ((63, 64), (64, 36)):
+    for seqlen, dim in ((LEAST_COPIED_QUERIES - 1, 64), (LEAST_COPIED_QUERIES, 36)):
         flashgen.attention(*on_gpu([ODD["address"](tensor) for tensor in inputs(seqlen, dim)]))
     given = on_gpu([ODD["address"](tensor) for tensor in inputs()])
     shown = flashgen.explain(*given)
@@ -92,7 +92,7 @@ def test_packed_sequences_are_not_copied(pages: str) -> None:
 
 def test_calls_that_are_copied_open_no_sizes(gpu: FakeGpu) -> None:
     """The short way to a new length looks at no address, and copies nothing."""
-    for seqlen in (64, 80, 96, 112):
+    for seqlen in range(256, 321, 16):
         flashgen.attention(*on_gpu([ODD["address"](tensor) for tensor in inputs(seqlen)]))
-    assert len(gpu.planned) == 4
+    assert len(gpu.planned) == 5
     assert not serve._OPEN

@@ -27,9 +27,9 @@ _NOTHING_IN_WORKLOAD = table.workload_fields(
 _NOTHING_IN_SPECIALIZATION = table.specialization_fields(NO_FEATURES)
 """What a call without features is, whatever its tensors: found out once, because every new length pays for it."""
 
-LEAST_COPIED_QUERIES = 64
+LEAST_COPIED_QUERIES = 256
 """From here on q, k and v that are not aligned to 16 bytes are copied: a copy moves their bytes twice, a kernel that
-loads their numbers one by one takes longer for each block of queries."""
+loads their numbers one by one takes longer for each block of queries. Where both are even is an estimate."""
 
 MAX_ROW_STRIDE = 2**23
 """In elements, exclusive: inside a tile of at most 256 rows places are 32-bit numbers."""
