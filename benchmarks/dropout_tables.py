@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.markdown import provenance, table_row
+from benchmarks.encoder_tables import cell
+from benchmarks.markdown import by_workload, provenance, table_row
 from benchmarks.results import Row
-from flashgen.core.workload import Workload
 
 SUITE = "dropout"
-WITHOUT, WITH = "flashgen", "flashgen-dropout"
-PEERS = {"sdpa-flash-dropout": "SDPA flash", "sdpa-efficient-dropout": "SDPA efficient"}
+WITHOUT, WITH, FLASH = "flashgen", "flashgen-dropout", "sdpa-flash-dropout"
+PEERS = {FLASH: "SDPA flash", "sdpa-efficient-dropout": "SDPA efficient"}
 
 
 def dropout_parts(rows: Sequence[Row]) -> list[str]:
@@ -28,20 +28,11 @@ def _text(used: Sequence[Row]) -> str:
 
 
 def _table(used: Sequence[Row]) -> str:
-    found: dict[str, dict[str, float]] = {}
-    for row in used:
-        if row.median_ms is not None:
-            found.setdefault(row.workload, {})[row.impl] = row.median_ms
     heads = ["pass", "batch", "seqlen", "d", "causal", "without", "flashgen", *PEERS.values(), "over flash"]
     lines = [table_row(heads), table_row(["---"] * 5 + ["---:"] * (len(heads) - 5))]
-    for key, times in found.items():
-        w = Workload.parse(key)
+    for w, by_impl in by_workload(used):
         cells = [w.direction, str(w.batch), str(w.seqlen_q), str(w.head_dim), "yes" if w.causal else "no"]
-        cells += [_milliseconds(times.get(impl)) for impl in (WITHOUT, WITH, *PEERS)]
-        own, flash = times.get(WITH), times.get(next(iter(PEERS)))
+        cells += [cell(by_impl.get(impl), "median_ms", ".3f") for impl in (WITHOUT, WITH, *PEERS)]
+        own, flash = (row and row.median_ms for row in map(by_impl.get, (WITH, FLASH)))
         lines.append(table_row([*cells, f"{flash / own:.2f}" if own and flash else "-"]))
     return "\n".join(lines)
-
-
-def _milliseconds(time: float | None) -> str:
-    return "-" if time is None else f"{time:.3f}"

@@ -9,12 +9,12 @@ Tensor = torch.Tensor
 
 def shifted(tensor: Tensor) -> Tensor:
     """A copy whose address is no multiple of 16 bytes."""
-    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
 
 
 def odd(tensor: Tensor) -> Tensor:
     """A copy whose rows are no multiple of 16 bytes apart."""
-    return torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype)[..., :-1]
+    return tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)[..., :-1].copy_(tensor)
 
 
 def swapped(tensor: Tensor) -> Tensor:

@@ -13,15 +13,16 @@ from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.calls import LEAST_COPIED_QUERIES, may_copy
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, OnGpu
 from tests.runtime.ladders import Ladder
+from tests.runtime.layouts import odd, shifted
 
 Tensor = torch.Tensor
 Odd = Callable[[Tensor], Tensor]
 
 ODD: dict[str, Odd] = {
-    "address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    "rows": lambda x: torch.cat([x, x[..., :1]], -1)[..., : x.shape[-1]],
-    "swapped rows": lambda x: ODD["rows"](x.transpose(1, 2).contiguous()).transpose(1, 2),
-    "expanded": lambda x: ODD["address"](x[:, :1]).expand(x.shape),
+    "address": shifted,
+    "rows": odd,
+    "swapped rows": lambda x: odd(x.transpose(1, 2)).transpose(1, 2),
+    "expanded": lambda x: shifted(x[:, :1]).expand(x.shape),
 }
 
 
@@ -65,7 +66,7 @@ def test_a_gradient_of_a_bias_comes_with_copies(emulated: EmulatedGpu) -> None:
 
 
 def test_each_call_copies_what_is_there_then(emulated: EmulatedGpu) -> None:
-    q, k, v = (ODD["address"](tensor) for tensor in inputs())
+    q, k, v = (shifted(tensor) for tensor in inputs())
     first = flashgen.attention(q, k, v)
     v.mul_(2)
     assert torch.equal(flashgen.attention(q, k, v), first * 2)
@@ -75,8 +76,8 @@ def test_each_call_copies_what_is_there_then(emulated: EmulatedGpu) -> None:
 def test_what_copies_do_not_mend_is_not_copied(gpu: FakeGpu, ladder: Ladder) -> None:
     """Few queries; rows that are no multiples of 16 bytes; a config that is asked for."""
     for seqlen, dim in ((LEAST_COPIED_QUERIES - 1, 64), (LEAST_COPIED_QUERIES, 36)):
-        flashgen.attention(*on_gpu([ODD["address"](tensor) for tensor in inputs(seqlen, dim)]))
-    given = on_gpu([ODD["address"](tensor) for tensor in inputs()])
+        flashgen.attention(*on_gpu([shifted(tensor) for tensor in inputs(seqlen, dim)]))
+    given = on_gpu([shifted(tensor) for tensor in inputs()])
     shown = flashgen.explain(*given)
     assert shown.copies
     pointers = next(config for spec, config, *_ in gpu.planned if config.family == "portable_forward")
@@ -93,6 +94,6 @@ def test_packed_sequences_are_not_copied(pages: str) -> None:
 def test_calls_that_are_copied_open_no_sizes(gpu: FakeGpu) -> None:
     """The short way to a new length looks at no address, and copies nothing."""
     for seqlen in range(256, 321, 16):
-        flashgen.attention(*on_gpu([ODD["address"](tensor) for tensor in inputs(seqlen)]))
+        flashgen.attention(*on_gpu([shifted(tensor) for tensor in inputs(seqlen)]))
     assert len(gpu.planned) == 5
     assert not serve._OPEN

@@ -11,6 +11,7 @@ import torch
 import flashgen
 from flashgen.runtime.ops import backward, forward, recent, serve
 from tests.fakes.gpu import EmulatedGpu
+from tests.runtime.layouts import shifted
 
 Tensor = torch.Tensor
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -73,11 +74,6 @@ def test_nor_does_training(keys: list[Any]) -> None:
     assert len(keys) > made
 
 
-def _odd(tensor: Tensor) -> Tensor:
-    """The same numbers at an address that is no multiple of 16 bytes."""
-    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
-
-
 def _swapped(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -88,7 +84,7 @@ CHANGES: dict[str, tuple[Callable[[Inputs], Inputs], dict[str, Any]]] = {
     "another dtype": (lambda given: inputs(dtype=torch.bfloat16), {}),
     "other strides of q": (lambda given: (_swapped(given[0]), *given[1:]), {}),
     "other strides of v": (lambda given: (*given[:2], _swapped(given[2])), {}),
-    "an odd address": (lambda given: (given[0], _odd(given[1]), given[2]), {}),
+    "an odd address": (lambda given: (given[0], shifted(given[1]), given[2]), {}),
     "causal": (lambda given: given, {"causal": True}),
     "the layout": (lambda given: given, {"layout": "bshd"}),
     "an offset": (lambda given: given, {"causal": True, "q_offset": 3}),
@@ -113,7 +109,7 @@ def test_what_has_changed_is_another_call(attend: Any, change: str) -> None:
         assert (one.dtype, one.stride()) == (other.dtype, other.stride())
 
 
-@pytest.mark.parametrize("dout", [_swapped, _odd, lambda one: one[..., :1].expand(one.shape)])
+@pytest.mark.parametrize("dout", [_swapped, shifted, lambda one: one[..., :1].expand(one.shape)])
 def test_another_gradient_is_another_call(dout: Callable[[Tensor], Tensor]) -> None:
     given = inputs()
     grad = torch.randn(1, 4, 48, 64)

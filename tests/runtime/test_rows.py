@@ -74,7 +74,7 @@ def steps(bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Steps:
     """What makes a step of training with packed sequences, and one of as many rows in a batch."""
     monkeypatch.setattr(bare_driver, "cuLaunchKernelEx", lambda *given: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    # whether a gradient is where one before was is chance, and a new descriptor takes 19 calls
+    # a new descriptor takes 19 calls, which say nothing of packed sequences
     monkeypatch.setattr(driver.TensorMaps, "describe", lambda maps, pointer: 0)
     monkeypatch.setattr(counters, "_FREE", {0: iter(torch.zeros(99, 1, dtype=torch.int32).unbind())})
     return _steps

@@ -100,16 +100,16 @@ STRIDES: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", STRIDES)
 def test_a_gradient_is_dense_in_the_order_of_its_tensor(name: str) -> None:
-    from flashgen.runtime.ops.gradients import empty_gradient
+    from flashgen.runtime.ops.outputs import dense_like
 
     tensor = STRIDES[name]()
-    found = empty_gradient(tensor)
+    found = dense_like(tensor)
     assert found.shape == tensor.shape
     assert found.stride(3) == 1
     order = sorted(range(4), key=found.stride, reverse=True)
     assert found.permute(order).is_contiguous()
     with torch._subclasses.FakeTensorMode():
-        assert empty_gradient(STRIDES[name]()).stride() == found.stride()
+        assert dense_like(STRIDES[name]()).stride() == found.stride()
 
 
 def test_saved_tensors_may_travel(emulated: EmulatedGpu) -> None:

@@ -155,17 +155,16 @@ def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
     kinds = (table_kind(device), "nvidia")
     dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
-    is_wgmma = device.has_wgmma and table is _DEFAULTS
+    is_wgmma, is_lighter = device.has_wgmma and table is _DEFAULTS, is_heavy(spec) or spec.varlen
+    if is_lighter:
+        fused = _lighter(fused, device)
     if is_wgmma and not spec.aligned16:
         dkdv, dq = _UNALIGNED_WGMMA.get(block, (dkdv, dq))
-    if not is_heavy(spec) and not spec.varlen:
-        return dkdv, dq, fused
-    fused = _lighter(fused, device)
-    if is_wgmma and spec.aligned16 and block in _DROPOUT_WGMMA and _has_only_dropout(spec):
-        dkdv, dq = _DROPOUT_WGMMA[block]
-        if not spec.varlen:
-            return dkdv, dq, fused
-    return _lighter(dkdv, device), _lighter(dq, device), fused
+    elif is_wgmma and block in _DROPOUT_WGMMA and _has_only_dropout(spec):
+        (dkdv, dq), is_lighter = _DROPOUT_WGMMA[block], spec.varlen
+    if is_lighter:
+        dkdv, dq = _lighter(dkdv, device), _lighter(dq, device)
+    return dkdv, dq, fused
 
 
 def _has_only_dropout(spec: Specialization) -> bool:

@@ -156,13 +156,13 @@ class Explanation:
         lines += [f"expected   {self.expected}"] if self.expected else []
         lines += [f"queries    {self.few_queries}"] if self.few_queries else []
         lines += [f"mixed      {self.mixed}"] if self.mixed else []
-        lines += [f"copies     {COPIES}"] if self.copies else []
+        lines += [f"copies     {_COPIES}"] if self.copies else []
         lines += [f"skipped    {line}" for line in self.served.skipped]
         lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
         return "\n".join(map(printable, lines))
 
 
-COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them"
+_COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them"
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 _WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"

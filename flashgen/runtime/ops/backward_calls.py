@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward import BackwardTensors, backward_geometry
 from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, NO_FEATURES, Call, CheckedCall
-from flashgen.runtime.ops.gradients import BiasRule, bias_rule, empty_bias_gradient, empty_gradient
+from flashgen.runtime.ops.gradients import BiasRule, bias_rule, empty_bias_gradient
 from flashgen.runtime.ops.keys import aux_gradient
 from flashgen.runtime.ops.outputs import META, dense_like, empty_lse, empty_output
 
@@ -119,11 +118,9 @@ class CheckedBackwardCall:
             deterministic=call.deterministic,
             bias=broadcast_kind(features.bias if features else None),
         )
-        inputs = [call.forward.q, call.forward.k, call.forward.v]
-        if forward.copies:
-            inputs = [dense_like(tensor, META) for tensor in inputs]
-        copied = _Laid.of(call, inputs, out, torch.empty_like(out, device=META), features, rule)
-        given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(call, inputs, out, dout, features, rule)
+        asked = replace(call, forward=call.forward.of_copies()) if forward.copies else call
+        copied = _Laid.of(asked, out, torch.empty_like(out, device=META), features, rule)
+        given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(asked, out, dout, features, rule)
         # a kernel for odd tensors is slower than a copy of this one
         laid = given if given.aligned16 or not copied.aligned16 else copied
         spec = Specialization.of(
@@ -158,18 +155,11 @@ class _Laid:
 
     @classmethod
     def of(
-        cls,
-        call: BackwardCall,
-        inputs: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        features: Features | None,
-        rule: BiasRule,
+        cls, call: BackwardCall, out: torch.Tensor, dout: torch.Tensor, features: Features | None, rule: BiasRule
     ) -> _Laid:
-        """Of q, k and v as kernels get them, and gradients as the caller does."""
         forward = call.forward
-        gradients = (empty_gradient(tensor, META) for tensor in (forward.q, forward.k, forward.v))
-        laid = [*inputs, out, dout, *gradients]
+        inputs = (forward.q, forward.k, forward.v)
+        laid = [*inputs, out, dout, *(dense_like(tensor, META) for tensor in inputs)]
         q, k, v, o, do, dq, dk, dv = (tensor.transpose(1, 2) if forward.bshd else tensor for tensor in laid)
         bias = None if features is None else features.bias
         tensors = BackwardTensors(

@@ -12,8 +12,8 @@ from flashgen.core.features.sequences import is_packed
 from flashgen.core.features.values import Features
 from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
 from flashgen.launch.backward import BackwardTensors
-from flashgen.runtime.ops.gradients import FORMULAS, bias_gradient, empty_bias_gradient, empty_gradient
-from flashgen.runtime.ops.outputs import META, dense_copy
+from flashgen.runtime.ops.gradients import FORMULAS, bias_gradient, empty_bias_gradient
+from flashgen.runtime.ops.outputs import META, dense_copy, dense_like
 from flashgen.runtime.ops.runs import Offset
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS
 
@@ -90,9 +90,9 @@ def _run_of_tensors(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Bac
             out=out,
             lse=lse,
             dout=torch.empty_like(out).copy_(dout) if copies_dout else dout,
-            dq=empty_gradient(q),
-            dk=empty_gradient(k),
-            dv=empty_gradient(v),
+            dq=dense_like(q),
+            dk=dense_like(k),
+            dv=dense_like(v),
             dlse=None if dlse is None else dlse.contiguous(),
             dbias=dbias,
         )
@@ -167,7 +167,7 @@ def packed_run(
     Args:
         launch: of the kernels.
         beside: a tensor of their GPU.
-        allocators: `empty_gradient`, or what does the same, for q, k and v.
+        allocators: `dense_like`, or what does the same, for q, k and v.
         copies_dout: whether the kernels get a copy of the output's gradient.
     """
     empty, is_elsewhere, index = empty_beside(beside), elsewhere(beside), beside.get_device()
@@ -206,5 +206,5 @@ def packed_run(
 
 
 def _allocator(tensor: Tensor) -> Allocator:
-    """`empty_gradient` for tensors of this shape and these strides."""
-    return torch.empty_like if torch.empty_like(tensor, device=META).stride(-1) == 1 else empty_gradient
+    """`dense_like` for tensors of this shape and these strides."""
+    return torch.empty_like if torch.empty_like(tensor, device=META).stride(-1) == 1 else dense_like

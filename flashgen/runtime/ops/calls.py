@@ -66,6 +66,11 @@ class Call:
         """The call with exact products."""
         return replace(self, tf32=False)
 
+    def of_copies(self) -> Call:
+        """The call with copies of q, k and v, which have no memory yet."""
+        q, k, v = (dense_like(tensor, META) for tensor in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
+
     @property
     def generated_only(self) -> bool:
         """Whether SDPA would not compute the same: it returns no LSE and knows no query offset."""
@@ -115,9 +120,7 @@ class CheckedCall:
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         fits, copies = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype]), False
         if not fits and call.config is None and may_copy(workload):
-            dense = [dense_like(tensor, META) for tensor in (call.q, call.k, call.v)]
-            q, k, v = (tensor.transpose(1, 2) for tensor in dense) if call.bshd else dense
-            copied = Geometry.of(q, k, v, out, features)
+            copied = Geometry.of(*call.of_copies().views, out, features)
             fits = copies = aligned16(copied, 0, DTYPE_BYTES[workload.dtype])
             geometry = copied if copies else geometry
         spec = Specialization.of(

@@ -20,8 +20,7 @@ from flashgen.core.features.values import Features
 from flashgen.runtime.ops import mods as user_mods
 from flashgen.runtime.ops.backward_calls import check_outputs
 from flashgen.runtime.ops.calls import check_inputs, check_lse, check_offset, in_bhsd, sizes_of
-from flashgen.runtime.ops.gradients import empty_gradient
-from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from flashgen.runtime.ops.outputs import dense_like, empty_lse, empty_output
 from flashgen.runtime.ops.schemas import DIFFERENTIATED
 
 Tensor = torch.Tensor
@@ -79,7 +78,7 @@ def backward_fake(
         getattr(features, one.field) if needed else None for one, needed in zip(table.gradients(), needs, strict=True)
     )
     return (
-        *(empty_gradient(tensor) for tensor in (q, k, v)),
+        *(dense_like(tensor) for tensor in (q, k, v)),
         *(lse.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in asked),
     )
 

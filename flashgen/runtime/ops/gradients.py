@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 
 from flashgen.core.features.values import Features
-from flashgen.runtime.ops.outputs import dense_like
 
 BiasRule = Literal["", "full", "keys", "rows"]
 """How the gradient of a bias is made: not at all; by a kernel, one number a score; by a kernel that sums over the
@@ -16,14 +15,6 @@ queries; or, where it has one number for all keys of a row, by a formula."""
 
 Formula = Callable[[Features, torch.Tensor, torch.Tensor], torch.Tensor | None]
 """From the features of a call, its LSE and what kernels leave of every row: `neg_delta`."""
-
-
-def empty_gradient(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """The uninitialised gradient of q, k or v: dense, in the memory order of its tensor, the last dimension contiguous.
-
-    So torch's accumulation of gradients never has to copy it. `device` None is that of the tensor.
-    """
-    return dense_like(tensor, device)
 
 
 def bias_rule(bias: torch.Tensor, seqlen_k: int) -> BiasRule:

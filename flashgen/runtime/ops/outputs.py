@@ -25,7 +25,10 @@ def empty_lse(q: torch.Tensor, *, bshd: bool) -> torch.Tensor:
 
 
 def dense_like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Uninitialised, dense, in the memory order of a tensor, the last dimension contiguous; None is its device."""
+    """Uninitialised, dense, in the memory order of a tensor, the last dimension contiguous; None is its device.
+
+    So gradients of q, k and v are laid out, which torch's accumulation then never has to copy.
+    """
     found = torch.empty_like(tensor, device=device)
     # of an expanded tensor, whose strides have no order, any may come out
     return found if found.stride(-1) == 1 else torch.empty_like(found, memory_format=torch.contiguous_format)
