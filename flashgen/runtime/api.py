@@ -96,7 +96,7 @@ def attention(  # noqa: C901, PLR0912 - in one piece, because every call of a fu
     Gradients of ALiBi slopes and of gradients are not computed.
 
     Any strides are taken, as long as the last dimension of q, k and v is contiguous; only where an address or a stride
-    is no multiple of 16 bytes are they copied, from 256 queries on. Under `torch.autocast`, q, k and v are cast to its
+    is no multiple of 16 bytes do calls with much to do copy them. Under `torch.autocast`, q, k and v are cast to its
     dtype, as torch does it for SDPA. The forward kernels are deterministic. Products of float32 are exact (IEEE)
     unless torch's own switch allows TF32 and the GPU has it: `torch.backends.cuda.matmul.fp32_precision = "tf32"` or
     `torch.set_float32_matmul_precision("high")`.

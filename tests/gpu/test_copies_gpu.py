@@ -22,8 +22,8 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {"address": shifted, "rows": odd}
 def inputs(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     return [
-        torch.randn(2, heads, 300, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
-        for heads in (8, 2, 2)
+        torch.randn(2, heads, 2100, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
+        for heads in (16, 4, 4)
     ]
 
 

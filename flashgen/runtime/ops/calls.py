@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.core.config import Config
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
@@ -27,9 +28,10 @@ _NOTHING_IN_WORKLOAD = table.workload_fields(
 _NOTHING_IN_SPECIALIZATION = table.specialization_fields(NO_FEATURES)
 """What a call without features is, whatever its tensors: found out once, because every new length pays for it."""
 
-LEAST_COPIED_QUERIES = 256
-"""From here on q, k and v that are not aligned to 16 bytes are copied: a copy moves their bytes twice, a kernel that
-loads their numbers one by one takes longer for each block of queries. Where both are even is an estimate."""
+LEAST_COPIED_FLOPS = 12e9
+"""Of a forward pass, from which on q, k and v that are not aligned to 16 bytes are copied. Copies cost the host about
+50 us and move bytes twice; a kernel that loads numbers one by one takes longer for each product. On an H200 all of 18
+cases with more were faster with copies, and 28 of 31 with less were slower (32 to 1024 queries)."""
 
 MAX_ROW_STRIDE = 2**23
 """In elements, exclusive: inside a tile of at most 256 rows places are 32-bit numbers."""
@@ -119,7 +121,7 @@ class CheckedCall:
         geometry = Geometry.of(q, k, v, out, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         fits, copies = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype]), False
-        if not fits and call.config is None and may_copy(workload):
+        if not fits and call.config is None and may_copy(workload, batch_invariant=call.batch_invariant):
             copied = Geometry.of(*call.of_copies().views, out, features)
             fits = copies = aligned16(copied, 0, DTYPE_BYTES[workload.dtype])
             geometry = copied if copies else geometry
@@ -133,9 +135,16 @@ class CheckedCall:
         return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features, copies=copies)
 
 
-def may_copy(workload: Workload) -> bool:
-    """Whether q, k and v are copied where they are not aligned to 16 bytes and copies are; not for a given config."""
-    return not workload.is_packed and workload.seqlen_q >= LEAST_COPIED_QUERIES
+def may_copy(workload: Workload, *, batch_invariant: bool = False) -> bool:
+    """Whether q, k and v are copied where they are not aligned to 16 bytes and copies are; not for a given config.
+
+    Where bits must not depend on the batch, the work of one sequence decides.
+    """
+    if workload.is_packed or workload.seqlen_q <= MAX_SEQLEN_Q:
+        return False
+    sequences = 1 if batch_invariant else workload.batch
+    dims = workload.head_dim + workload.head_dim_v
+    return 2 * sequences * workload.nheads * workload.visible_pairs * dims >= LEAST_COPIED_FLOPS
 
 
 def in_bhsd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
