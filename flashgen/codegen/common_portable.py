@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.common_mods import has_blocks, host_features
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, bias_dtype, storage
@@ -84,6 +86,11 @@ def table_block(spec: Specialization) -> int:
 def is_heavy(spec: Specialization) -> bool:
     """Whether weights depend on more than products, the ends of the keys and a softcap."""
     return spec.window or spec.alibi or bool(spec.bias) or bool(spec.mask) or spec.dropout or spec.mods is not None
+
+
+def has_only_dropout(spec: Specialization) -> bool:
+    """Of what makes a specialization heavy."""
+    return spec.dropout and not is_heavy(replace(spec, dropout=False))
 
 
 def feature_values(spec: Specialization) -> dict[str, object]:

@@ -80,8 +80,10 @@ def test_a_backward_pass_with_dropout_has_one_pass_or_two(name: str) -> None:
     device, spec = find_device(name), Specialization.parse("bwd-bf16-d128-causal-dropout")
     assert default_config(spec, device).family == f"portable_backward_{'split' if device.has_wgmma else 'fused'}"
     assert default_config(spec, device, ["portable_backward_fused"]).family == "portable_backward_fused"
-    in_fp32 = Specialization.parse("bwd-fp32-d128-causal-dropout")
-    assert default_config(in_fp32, device).family == "portable_backward_fused"
+    for one_pass in ("bwd-fp32-d128-causal-dropout", "bwd-bf16-d64-causal-dropout"):
+        assert default_config(Specialization.parse(one_pass), device).family == "portable_backward_fused"
+    packed = Specialization.parse("bwd-bf16-d64-causal-varlen-dropout")
+    assert default_config(packed, device).family == default_config(spec, device).family
 
 
 @pytest.mark.parametrize("head_dim", only([64, 128, 256], 64, 256))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_block, table_kind
+from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, has_only_dropout, is_heavy, table_block, table_kind
 from flashgen.codegen.common_products import IEEE, PRODUCTS
 from flashgen.codegen.common_softcap import EXACT, TANH
 from flashgen.codegen.key_splits import SPLIT_KEYS
@@ -75,6 +75,11 @@ _DEFAULTS_HEAVY: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("wmma", 128): (64, 32, 8, 1),
     ("wmma", 256): (32, 16, 8, 1),
     ("wmma", 512): (16, 16, 8, 1),
+}
+# dropout and nothing else of that: several small programs on an SM hide the time of its bits
+_DEFAULTS_DROPOUT: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("wgmma", 64): (64, 64, 4, 3),
+    ("wgmma", 128): (64, 64, 4, 3),
 }
 # a mask of keys and nothing else of that: most blocks run without it, as large as others
 _DEFAULTS_PADDED: dict[tuple[str, int], tuple[int, int, int, int]] = {
@@ -188,6 +193,8 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
         table = _DEFAULTS_HEAVY if is_heavy(spec) else _DEFAULTS
         if spec.aligned16 and spec.mask == "keys" and not is_heavy(replace(spec, mask="")):
             table = {**table, **_DEFAULTS_PADDED}
+        if has_only_dropout(spec):
+            table = {**table, **_DEFAULTS_DROPOUT}
         if spec.varlen and not is_heavy(spec):
             table = {**table, **_DEFAULTS_PACKED}
         if not spec.aligned16:
