@@ -125,10 +125,10 @@ fuzz: venv
 		$(BIN)/python -m pytest -n auto --maxprocesses 8 tests/fuzz tests/db/test_processes.py
 
 # Both parts in any case: what fails in the first is no reason not to know of the second. Tests of a second and of a
-# minute lie side by side, so workers get few at a time.
+# minute lie side by side, so workers get few at a time, and references on the CPU get one thread each.
 gpu-test: venv
 	@status=0; \
-		$(BIN)/python -m pytest -m "gpu and not alone" -n $(GPU_JOBS) --maxschedchunk 2 tests/gpu tests/test_readme.py || status=1; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not alone" -n $(GPU_JOBS) --maxschedchunk 2 tests/gpu tests/test_readme.py || status=1; \
 		$(BIN)/python -m pytest -m alone tests/gpu || status=1; \
 		exit $$status
 
