@@ -80,6 +80,16 @@ def test_one_wave_of_tall_tiles_is_better_than_two() -> None:
     assert balanced(config, spec, Sizes(batch=4, nheads=16, nheads_k=16, seqlen_q=4096, seqlen_k=4096), H200) == config
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("queries", "warpgroups"), [(128, 2), (160, 3), (192, 3), (193, 2), (256, 2)])
+def test_one_tall_tile_of_a_head_is_better_than_two_under_a_mask(dtype: str, queries: int, warpgroups: int) -> None:
+    """Tiles of 192 queries are slower wherever a head has as many of 128."""
+    spec = spec_of(128, True, dtype)
+    for tile in TILES[128, True]:
+        chosen = balanced(config_of(spec, tile), spec, Sizes(8, 12, 12, queries, queries), H200)
+        assert tile_of(chosen)[0] == warpgroups
+
+
 @pytest.mark.parametrize("key", ["fwd-bf16-d128-window", "fwd-bf16-d96", "fwd-bf16-d128-varlen", "fwd-bf16-d128-bias"])
 def test_what_was_not_measured_keeps_its_tile(key: str) -> None:
     spec = Specialization.parse(key)
@@ -125,7 +135,7 @@ def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     assert balanced(portable, spec, sizes, A100) == portable
 
 
-OTHERS = {(128, False): 2, (64, False): 2, (64, True): 4}
+OTHERS = {(128, False): 2, (128, True): 6, (64, False): 2, (64, True): 4}
 """Tiles of one warpgroup for few queries, with what else each tile's config has, and orders for few tiles."""
 
 

@@ -9,7 +9,7 @@ the longest CTA or an equal share of all work with some of a CTA behind it, whic
 What a step takes was fitted to 80 shapes on an H200 (bf16, 8 to 64 heads, 700 to 10240 queries), each tile by itself.
 On these, the tile that this chooses took 1.006 of the best one's time in the geometric mean and 1.08 at most, where
 the nearest record's took 1.065 and 1.48; docs/experiments/waves.md has shapes that nothing was fitted to. Under a
-causal mask heads of 128 columns have no table: at 19 of the 20 shapes a tile of 128 queries is the best one.
+causal mask heads of 128 columns want tiles of 128 queries nearly always, and others have to promise more there.
 
 Packed sequences have the same tiles, and a wider margin: all that a host knows is how long each may be.
 """
@@ -50,6 +50,7 @@ class Tile:
         overhead: what a CTA takes beside its steps, in steps.
         lone: the share of its time that a CTA takes which has an SM to itself.
         tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
+        margin: by which it has to promise to be faster, where that is more than `MARGINS`.
     """
 
     warpgroups: int
@@ -60,6 +61,7 @@ class Tile:
     overhead: float
     lone: float = 1.0
     tail: float = 0.0
+    margin: float = 0.0
 
     def time(self, sizes: Sizes, sm_count: int, *, causal: bool) -> float:
         """What the CTAs of these sizes are expected to take."""
@@ -88,10 +90,12 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
         return config
     shapes = _packed(sizes) if spec.varlen else (sizes,)
     times = [math.prod(tile.time(each, device.num_sms, causal=spec.causal) for each in shapes) for tile in tiles]
-    least, margin = min(times), PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype]
+    least = min(times)
+    best = tiles[times.index(least)]
+    margin = max(best.margin, PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype])
     if least > (1 - margin) ** len(shapes) * times[own]:
         return config
-    return with_tile(spec, config, tiles[times.index(least)], device)
+    return with_tile(spec, config, best, device)
 
 
 def others(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
@@ -179,6 +183,12 @@ TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
     (128, False): (
         Tile(warpgroups=2, block_n=128, step=1.218, overhead=4, knobs=_knobs({}, v_stages=2)),
         Tile(warpgroups=3, block_n=64, step=0.981, overhead=5, knobs=_knobs({})),
+    ),
+    (128, True): (
+        Tile(
+            warpgroups=2, block_n=128, step=1.252, overhead=3, tail=0.5, knobs=_knobs({}, heads_per_group=8, v_stages=2)
+        ),
+        Tile(warpgroups=3, block_n=64, step=1.003, overhead=4, tail=0.5, margin=0.1, knobs=_knobs(_SKIPPING)),
     ),
     (64, False): (
         Tile(
