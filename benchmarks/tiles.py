@@ -1,6 +1,7 @@
 """What tiles of the Hopper forward family take at sizes of few waves, and the constants of the estimate that follow.
 
 python -m benchmarks.tiles FILE.csv [--limit-seconds 300]     races every tile of `tile_choice.TILES` on a GPU
+python -m benchmarks.tiles FILE.csv --candidates --short      other classes, too, and shapes of 128 to 512 queries
 python -m benchmarks.tiles FILE.csv --fit                     from such a file, without a GPU
 
 Rows are added when a shape is done, and a shape that has rows is not raced again. `--fit` prints the constants of each
@@ -27,7 +28,7 @@ from benchmarks.search_files import add_rows, read
 from flashgen.codegen.families import family
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_choice import TILES, Tile, with_tile
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
@@ -59,6 +60,39 @@ SHAPES = (
 )
 """Of each class: most have one to three waves of CTAs on 132 SMs."""
 
+SHORT_SHAPES = (
+    "b1-h4-s512",
+    "b1-h16-s320",
+    "b2-h48-s160",
+    "b3-h8-s266",
+    "b4-h16-s285",
+    "b4-h32-s201",
+    "b8-h12-s128",
+    "b8-h20-s128",
+    "b8-h16-s256",
+    "b16-h8-s149",
+    "b16-h16-s192",
+    "b16-h16-s512",
+)
+
+
+def _candidates(head_dim: int) -> dict[tuple[int, bool], tuple[Tile, ...]]:
+    """Tiles of heads that are held in two parts, none of which has constants yet."""
+    parts: dict[str, KnobValue] = {"split_d": True, "v_stages": 2, "q_stages": 1}
+    found = {}
+    for causal in (False, True):
+        small, tall = replace(TILES[64, causal][0], blocks_per_sm=3), TILES[64, causal][2]
+        tiles = {small: "block", **dict.fromkeys(TILES[128, causal], "block"), tall: "half"}  # by registers
+        found[head_dim, causal] = tuple(
+            replace(tile, knobs=tuple({**dict(tile.knobs), **parts, "qk_prefetch": prefetch}.items()))
+            for tile, prefetch in tiles.items()
+        )
+    return found
+
+
+CANDIDATES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {**_candidates(80), **_candidates(96)}
+"""Of classes that have no table, so that a race says what one would be worth."""
+
 ROUNDS, WINDOW_S, WARM_S = 3, 0.03, 0.01
 COLUMNS = ("workload", "warpgroups", "block_n", "ms")
 
@@ -73,17 +107,23 @@ Shape = tuple[int, int]
 Times = Mapping[Workload, Mapping[Shape, float]]
 
 
-def workloads() -> Iterator[Workload]:
-    """Every shape of every class."""
-    for (head_dim, causal), shape in itertools.product(TILES, SHAPES):
+def workloads(*, candidates: bool = False, short: bool = False) -> Iterator[Workload]:
+    """Every shape of every class, of `candidates` and `short` ones, too."""
+    classes = [*TILES, *(CANDIDATES if candidates else ())]
+    for (head_dim, causal), shape in itertools.product(classes, SHAPES + (SHORT_SHAPES if short else ())):
         yield Workload.parse(f"{shape}-d{head_dim}" + ("-causal" if causal else ""))
+
+
+def tiles_of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
+    """The tiles of a class, whether it has a table or not."""
+    return TILES.get((head_dim, causal), CANDIDATES.get((head_dim, causal), ()))
 
 
 def configs(workload: Workload, device: Device) -> dict[Shape, Config]:
     """One config for each tile of the class of a workload."""
     spec = specialization(workload)
     default = family("hopper_forward").default(spec, device)
-    tiles = TILES[workload.head_dim, workload.causal]
+    tiles = tiles_of(workload.head_dim, workload.causal)
     return {(tile.warpgroups, tile.block_n): with_tile(spec, default, tile, device) for tile in tiles}
 
 
@@ -150,7 +190,7 @@ def report(rows: Iterable[Mapping[str, str]], sm_count: int) -> str:
     """The constants of every class, and what they are worth."""
     lines = []
     for (head_dim, causal), times in times_of(rows).items():
-        tiles = TILES.get((head_dim, causal), ())
+        tiles = tiles_of(head_dim, causal)
         if not tiles:
             continue
         for tile in tiles:
@@ -176,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
         compiler = stack.enter_context(make_compiler(executor.describe().device, options.jobs or usable_cpus()))
-        for workload in workloads():
+        for workload in workloads(candidates=options.candidates, short=options.short):
             if workload.key in done:
                 continue
             if time.monotonic() - began > options.limit_seconds:
@@ -190,6 +230,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.tiles", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("file", type=Path, help="a CSV; what is there is gone on with")
     parser.add_argument("--fit", action="store_true", help="print constants instead")
+    parser.add_argument("--candidates", action="store_true", help="race tiles of classes without a table, too")
+    parser.add_argument("--short", action="store_true", help="race shapes of few queries, too")
     parser.add_argument("--sms", type=int, default=132, help="SMs of the GPU of the file (default: %(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all races, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import tiles
 from benchmarks.search_files import read
-from benchmarks.tiles import Fit, configs, times_of
+from benchmarks.tiles import CANDIDATES, Fit, configs, times_of
 from flashgen.codegen.families import invalid
 from flashgen.codegen.hopper_forward.tile_choice import TILES
 from flashgen.measure.protocol import specialization
@@ -45,10 +45,14 @@ def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
     assert read(path) == rows
     assert tiles.main([str(path), "--fit"]) == 0
     assert capsys.readouterr().out.count("left out:") == len(TILES)
+    assert tiles.main([str(path), "--candidates"]) == 0
+    assert len(read(path)) == len(rows) + 2 * sum(map(len, CANDIDATES.values()))
+    assert tiles.main([str(path), "--fit"]) == 0
+    assert capsys.readouterr().out.count("left out:") == len(TILES) + len(CANDIDATES)
 
 
 def test_the_configs_of_a_shape_are_valid_and_differ() -> None:
-    for workload in tiles.workloads():
+    for workload in tiles.workloads(candidates=True, short=True):
         ours = configs(workload, H200)
         assert len(set(ours.values())) == len(ours)
         for shape, config in ours.items():
