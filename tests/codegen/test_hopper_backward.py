@@ -81,6 +81,11 @@ def test_a_deterministic_pass_has_fixed_sums() -> None:
         (SPLIT, "d256", {"q_stages": 3}, "shared memory"),
         (SPLIT, "d256", {"dq_block_n": 128}, "shared memory"),
         (SPLIT, "d128", {"dq_block_n": 64}, "128 keys"),
+        (SPLIT, "d192", {"split_d": True}, None),
+        (SPLIT, "d64-dv136", {"split_d": True}, None),
+        (SPLIT, "d128", {"split_d": True}, "no smaller in two parts"),
+        (SPLIT, "d200", {"split_d": True}, "no smaller in two parts"),
+        (SPLIT, "d192", {"split_d": True, "heads_per_tile": 1}, "lie in one part"),
     ],
 )
 def test_restrictions_name_their_reason(
@@ -138,6 +143,23 @@ def test_older_configs_mean_the_order_that_they_were_rendered_with() -> None:
     # the warpgroup that is ahead meets the other one at the beginning of a step, and has one sum of dq left at the end
     assert staggered.count("_meet()") == text.count("_meet()") + 3
     assert "_sum_last(wg" in staggered
+
+
+def test_heads_in_two_parts_take_three_quarters_of_the_products() -> None:
+    """A config that is older than the knob, and one of heads of other sizes, has all columns at once."""
+    spec = spec_of("bf16-d192")
+    whole = SPLIT.default(spec, H200)
+    parts = whole.replace(split_d=True)
+    older = Config.of(SPLIT.id, {name: value for name, value in whole.knobs if name != "split_d"})
+    assert render(spec, older).text == render(spec, whole).text
+    columns = {
+        config: [
+            sum(int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", part.handle.asm["ptx"]))
+            for part in compile_kernel(spec, config, H200).parts[1:]
+        ]
+        for config in (whole, parts)
+    }
+    assert [4 * count for count in columns[parts]] == [3 * count for count in columns[whole]]
 
 
 SIZES = Sizes(batch=3, nheads=8, nheads_k=2, seqlen_q=300, seqlen_k=1000)
@@ -235,6 +257,7 @@ def gluon_function(text: str, name: str) -> Any:
             (FUSED, "bf16-d80-causal", {"stagger_warpgroups": False}),
             (SPLIT, "fp16-d256-causal-offset", {}),
             (SPLIT, "bf16-d96-dv64", {"persistent": False}),
+            (SPLIT, "bf16-d192-causal", {"split_d": True}),
             (FUSED, "bf16-d128-causal-varlen", {}),
         ],
         (FUSED, "bf16-d128-causal", {}),

@@ -11,6 +11,7 @@ import torch
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.common_types import TORCH_DTYPES
 from flashgen.codegen.families import FAMILIES, family, invalid, unsupported
+from flashgen.codegen.family import KernelFamily
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
@@ -168,7 +169,20 @@ def test_tiles_of_some_heads_of_a_group_give_the_gradients(heads: int, key: str,
     row = family(family_id)
     if unsupported(row, spec, device) is not None:
         pytest.skip("needs a Hopper GPU, and heads that the family has")
-    config = row.default(spec, device).replace(heads_per_tile=heads)
+    _gives_the_gradients(row, spec, row.default(spec, device).replace(heads_per_tile=heads))
+
+
+@pytest.mark.parametrize("key", ["bwd-bf16-d192-causal", "bwd-fp16-d160", "bwd-bf16-d136-window", "bwd-fp16-d192"])
+def test_products_of_two_parts_of_a_head_give_the_gradients(key: str) -> None:
+    spec, device = Specialization.parse(key), current_device()
+    row = family("hopper_backward_split")
+    if unsupported(row, spec, device) is not None:
+        pytest.skip("needs a Hopper GPU")
+    _gives_the_gradients(row, spec, row.default(spec, device).replace(split_d=True))
+
+
+def _gives_the_gradients(row: KernelFamily, spec: Specialization, config: Config) -> None:
+    device = current_device()
     assert invalid(config, spec, device) is None
     compiled = compile_kernel(spec, config, device)
     window = (90, 20) if spec.window else None

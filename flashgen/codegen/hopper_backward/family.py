@@ -13,6 +13,7 @@ from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, why_not_head_dim, why_not_wgmma, widest_block
 from flashgen.codegen.family import KernelFamily, Knob
+from flashgen.codegen.head_parts import is_split
 from flashgen.codegen.hopper_backward import heads, kernels, resources
 from flashgen.codegen.hopper_backward import template_context as text
 from flashgen.codegen.hopper_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
@@ -74,6 +75,13 @@ SPLIT_KNOBS = (
     Knob(
         name="dq_stages", values=(2, 3), meaning="slots for blocks of K in the kernel for dq, and of V where they fit"
     ),
+    Knob(
+        name="split_d",
+        values=(False, True),
+        meaning="whether products of heads of 129 to 192 columns have 256, or 128 and 64",
+        default=False,
+        implied=True,
+    ),
     HEADS_PER_TILE,
 )
 
@@ -118,6 +126,10 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
+    if is_split(config) and not (resources.has_parts(spec.head_dim) or resources.has_parts(spec.head_dim_v)):
+        return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
+    if is_split(config) and heads_per_tile(config):
+        return "sums of dk and dv that the last kernel adds lie in one part"
     if config["block_m"] == 2 * ROWS and widest_block(spec) > ROWS:
         return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
     if spec.causal and config["heads_per_group"] == 1:
@@ -211,6 +223,14 @@ def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 
+def _split_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    default = split_default(spec, device)
+    changes: tuple[Changes, ...] = (_ONE_EACH, {"heads_per_tile": 1}, {"split_d": True})
+    return tuple(
+        config for config in (default.replace(**each) for each in changes) if _why_meaningless(spec, config) is None
+    )
+
+
 FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "mask", "functions", "q_offset", "varlen"})
 """Sinks are part of the LSE that a backward pass starts from."""
 
@@ -247,9 +267,7 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     features=FEATURES | {"deterministic"},
     unsupported=_why_not,
     default=split_default,
-    seed_configs=lambda spec, device: tuple(
-        split_default(spec, device).replace(**changes) for changes in (_ONE_EACH, {"heads_per_tile": 1})
-    ),
+    seed_configs=_split_seed_configs,
     default_spills=resources.SPLIT_DEFAULT_SPILLS,
     cost_model=SPLIT_COST_MODEL,
 )

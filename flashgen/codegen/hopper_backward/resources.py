@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_groups import heads_per_tile
-from flashgen.codegen.common_wgmma import BARRIER_BYTES, FIRST_NAMED_BARRIER, ROWS, block, widest_block
+from flashgen.codegen.common_wgmma import (
+    BARRIER_BYTES,
+    FIRST_NAMED_BARRIER,
+    LEAST_COLUMNS,
+    ROWS,
+    block,
+    widest_block,
+)
+from flashgen.codegen.head_parts import HeadPart, is_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -43,6 +51,24 @@ FUSED_DEFAULT_SPILLS, SPLIT_DEFAULT_SPILLS = 48, 24
 def is_wide(spec: Specialization) -> bool:
     """Whether one warpgroup sums dk and the other dv, of the same 64 keys."""
     return widest_block(spec) > WIDEST
+
+
+def gradient_parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
+    """The columns of a head that one product has: all, or those of a full tile and what is left of it.
+
+    Parts are columns of one tile in shared memory, of which a line of the swizzle has 64.
+    """
+    if is_split(config) and has_parts(head_dim):
+        return (
+            HeadPart(suffix="0", start=0, size=WIDEST, block=WIDEST),
+            HeadPart(suffix="1", start=WIDEST, size=head_dim - WIDEST, block=LEAST_COLUMNS),
+        )
+    return (HeadPart(suffix="", start=0, size=head_dim, block=block(head_dim)),)
+
+
+def has_parts(head_dim: int) -> bool:
+    """Whether a head is padded to 256 columns in one part, and to 192 in two."""
+    return WIDEST < head_dim <= WIDEST + LEAST_COLUMNS
 
 
 def block_n(spec: Specialization) -> int:
