@@ -82,10 +82,11 @@ def _candidates(head_dim: int) -> dict[tuple[int, bool], tuple[Tile, ...]]:
     found = {}
     for causal in (False, True):
         small, tall = replace(TILES[64, causal][0], blocks_per_sm=3), TILES[64, causal][2]
-        tiles = {small: "block", **dict.fromkeys(TILES[128, causal], "block"), tall: "half"}  # by registers
+        tiles = [(tile, "block") for tile in (small, *TILES[128, causal])]
+        tiles.append((tall, "half"))  # by its registers
         found[head_dim, causal] = tuple(
             replace(tile, knobs=tuple({**dict(tile.knobs), **parts, "qk_prefetch": prefetch}.items()))
-            for tile, prefetch in tiles.items()
+            for tile, prefetch in tiles
         )
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.head_parts import power_of_two
+from flashgen.codegen.head_parts import HeadPart, power_of_two
 from flashgen.core.device import Device, find_device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
@@ -61,6 +61,11 @@ def why_not_head_dim(spec: Specialization) -> str | None:
 def block(head_dim: int) -> int:
     """Columns of a head in one part: the next power of two, at least the 64 of a full swizzle."""
     return max(LEAST_COLUMNS, power_of_two(head_dim))
+
+
+def one_part(head_dim: int) -> tuple[HeadPart, ...]:
+    """A head that lies in one part."""
+    return (HeadPart(suffix="", start=0, size=head_dim, block=block(head_dim)),)
 
 
 def widest_block(spec: Specialization) -> int:

@@ -39,7 +39,7 @@ def _tile(spec: Specialization, config: Config, name: str) -> Tiling:
 
 
 def _columns(head_dim: int, config: Config) -> int:
-    return sum(part.block for part in resources.gradient_parts(head_dim, config))
+    return sum(part.block for part in resources.parts(head_dim, config))
 
 
 def _taken(spec: Specialization, config: Config, device: Device) -> Taken:

@@ -6,6 +6,7 @@ docs/decisions/hopper-backward.md has their design and the figures behind knobs 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile, why_pointless
 from flashgen.codegen.common_mods import has_blocks
@@ -118,6 +119,7 @@ def _why_not_scores(spec: Specialization) -> str | None:
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     return (
         _why_meaningless(spec, config)
+        or _why_not_parts(spec, config)
         or _why_not_packed(spec, config)
         or (_why_impossible_conversion if resources.is_fused(config) else _why_pointless_step)(spec, config, device)
         or _why_impossible_order(spec, config)
@@ -126,10 +128,6 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
-    if is_split(config) and not (resources.has_parts(spec.head_dim) or resources.has_parts(spec.head_dim_v)):
-        return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
-    if is_split(config) and heads_per_tile(config):
-        return "sums of dk and dv that the last kernel adds lie in one part"
     if config["block_m"] == 2 * ROWS and widest_block(spec) > ROWS:
         return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
     if spec.causal and config["heads_per_group"] == 1:
@@ -137,6 +135,14 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
     if not (spec.causal or spec.window or spec.varlen or has_blocks(spec)) and config["heads_per_group"] != 1:
         return "without a mask all tiles are equally heavy"
     return None
+
+
+def _why_not_parts(spec: Specialization, config: Config) -> str | None:
+    if not is_split(config):
+        return None
+    if heads_per_tile(config):
+        return "sums of dk and dv that the last kernel adds lie in one part"
+    return resources.why_not_parts(spec)
 
 
 def _why_not_packed(spec: Specialization, config: Config) -> str | None:
@@ -217,18 +223,21 @@ _ORDERS: tuple[Changes, ...] = (
 """Other orders of a step, of which each won at some length."""
 
 
-def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    default = fused_default(spec, device)
-    found = dict.fromkeys(default.replace(**changes) for changes in (*_ORDERS, *_WON))
-    return tuple(config for config in found if _why_invalid(spec, config, device) is None)
+def _fused_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    return _valid(spec, device, fused_default(spec, device), (*_ORDERS, *_WON))
 
 
 def _split_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    default = split_default(spec, device)
-    changes: tuple[Changes, ...] = (_ONE_EACH, {"heads_per_tile": 1}, {"split_d": True})
-    return tuple(
-        config for config in (default.replace(**each) for each in changes) if _why_meaningless(spec, config) is None
-    )
+    return _valid(spec, device, split_default(spec, device), (_ONE_EACH, {"heads_per_tile": 1}, {"split_d": True}))
+
+
+def _valid(spec: Specialization, device: Device, default: Config, changes: Sequence[Changes]) -> tuple[Config, ...]:
+    found = dict.fromkeys(default.replace(**each) for each in changes)
+    return tuple(config for config in found if _why_invalid(spec, config, device) is None)
+
+
+def _split_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    return {"split_d": (False,)} if resources.why_not_parts(spec) else {}
 
 
 FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "mask", "functions", "q_offset", "varlen"})
@@ -247,7 +256,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     template_values=text.values,
     kernels=kernels.kernels,
     scratch=kernels.scratch,
-    seed_configs=_seed_configs,
+    seed_configs=_fused_seed_configs,
     fitted=heads.fitted,
     poor_at_sizes=why_pointless,
     balanced=heads.balanced,
@@ -267,6 +276,7 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     features=FEATURES | {"deterministic"},
     unsupported=_why_not,
     default=split_default,
+    allowed_values=_split_values,
     seed_configs=_split_seed_configs,
     default_spills=resources.SPLIT_DEFAULT_SPILLS,
     cost_model=SPLIT_COST_MODEL,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.common_groups import heads_per_tile
 from flashgen.codegen.common_wgmma import (
     BARRIER_BYTES,
@@ -9,9 +11,10 @@ from flashgen.codegen.common_wgmma import (
     LEAST_COLUMNS,
     ROWS,
     block,
+    one_part,
     widest_block,
 )
-from flashgen.codegen.head_parts import HeadPart, is_split
+from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split, why_not_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -53,22 +56,24 @@ def is_wide(spec: Specialization) -> bool:
     return widest_block(spec) > WIDEST
 
 
-def gradient_parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
-    """The columns of a head that one product has: all, or those of a full tile and what is left of it.
-
-    Parts are columns of one tile in shared memory, of which a line of the swizzle has 64.
-    """
+def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
+    """The parts of a head that a product has at a time: one, or two that are columns of one tile in shared memory."""
     if is_split(config) and has_parts(head_dim):
-        return (
-            HeadPart(suffix="0", start=0, size=WIDEST, block=WIDEST),
-            HeadPart(suffix="1", start=WIDEST, size=head_dim - WIDEST, block=LEAST_COLUMNS),
-        )
-    return (HeadPart(suffix="", start=0, size=head_dim, block=block(head_dim)),)
+        found = head_parts(head_dim, split=True)
+        return tuple(replace(part, block=max(part.block, LEAST_COLUMNS)) for part in found)
+    return one_part(head_dim)
 
 
 def has_parts(head_dim: int) -> bool:
     """Whether a head is padded to 256 columns in one part, and to 192 in two."""
-    return WIDEST < head_dim <= WIDEST + LEAST_COLUMNS
+    return head_dim > WIDEST and can_split(head_dim)
+
+
+def why_not_parts(spec: Specialization) -> str | None:
+    """Why neither the heads of Q and K nor those of V have products of two parts, or None."""
+    if has_parts(spec.head_dim) or has_parts(spec.head_dim_v):
+        return None
+    return why_not_split(spec) or f"parts of heads of up to {WIDEST} columns are no whole lines of the swizzle"
 
 
 def block_n(spec: Specialization) -> int:

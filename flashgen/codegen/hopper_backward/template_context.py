@@ -39,8 +39,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "head_dim_v": spec.head_dim_v,
         "block_d": block_d,
         "block_dv": block_dv,
-        "d_parts": resources.gradient_parts(spec.head_dim, config),
-        "dv_parts": resources.gradient_parts(spec.head_dim_v, config),
+        "d_parts": resources.parts(spec.head_dim, config),
+        "dv_parts": resources.parts(spec.head_dim_v, config),
         # keys of a warpgroup
         "rows": ROWS,
         "do_stages": resources.DO_STAGES,

@@ -12,7 +12,7 @@ from flashgen.codegen.common_wgmma import (
     REGISTER_STEP,
     ROWS,
     THREADS_PER_WARPGROUP,
-    block,
+    one_part,
 )
 from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split
 from flashgen.core.config import Config
@@ -99,7 +99,7 @@ def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
     """The parts of a head: one, padded to the next power of two, or two: 96 = 64 + 32, 192 = 128 + 64."""
     if is_split(config) and can_split(head_dim):
         return head_parts(head_dim, split=True)
-    return (HeadPart(suffix="", start=0, size=head_dim, block=block(head_dim)),)
+    return one_part(head_dim)
 
 
 def columns(head_dim: int, config: Config) -> int:

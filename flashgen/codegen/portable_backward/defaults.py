@@ -109,9 +109,7 @@ def default_fused(spec: Specialization, device: Device) -> Config:
 
 def fused_slower_on(spec: Specialization, device: Device) -> str | None:
     """The reason why the default of two passes is faster than that of one, or None."""
-    if _prefers_one_pass(spec, device):
-        return None
-    if device.has_wgmma and spec.dtype in ("bf16", "fp16"):
+    if _is_half_by_wgmma(spec, device) and not _prefers_one_pass(spec, device):
         return (
             "two passes have room for longer steps: ahead in 69 of 74 searches of H100 and H200, by 7% behind at most"
         )
@@ -157,7 +155,7 @@ def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
     kinds = (table_kind(device), "nvidia")
     dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
-    is_wgmma, is_lighter = device.has_wgmma and table is _DEFAULTS, is_heavy(spec) or spec.varlen
+    is_wgmma, is_lighter = _is_half_by_wgmma(spec, device), is_heavy(spec) or spec.varlen
     if is_lighter:
         fused = _lighter(fused, device)
     if is_wgmma and not spec.aligned16:
@@ -171,8 +169,12 @@ def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
 
 def _prefers_one_pass(spec: Specialization, device: Device) -> bool:
     """Whether the kernel of one pass has room for what dropout takes, and saves the second pass its bits."""
-    is_half = device.has_wgmma and spec.dtype in ("bf16", "fp16")
-    return is_half and table_block(spec) == 64 and spec.aligned16 and not spec.varlen and has_only_dropout(spec)
+    fits = table_block(spec) == 64 and spec.aligned16 and not spec.varlen
+    return fits and has_only_dropout(spec) and _is_half_by_wgmma(spec, device)
+
+
+def _is_half_by_wgmma(spec: Specialization, device: Device) -> bool:
+    return device.has_wgmma and spec.dtype in ("bf16", "fp16")
 
 
 def _lighter(tile: Tile, device: Device) -> Tile:

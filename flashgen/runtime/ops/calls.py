@@ -142,9 +142,8 @@ def may_copy(workload: Workload, *, batch_invariant: bool = False) -> bool:
     """
     if workload.is_packed or workload.seqlen_q <= MAX_SEQLEN_Q:
         return False
-    sequences = 1 if batch_invariant else workload.batch
-    dims = workload.head_dim + workload.head_dim_v
-    return 2 * sequences * workload.nheads * workload.visible_pairs * dims >= LEAST_COPIED_FLOPS
+    forward = replace(workload, direction="forward", batch=1 if batch_invariant else workload.batch)
+    return forward.flops >= LEAST_COPIED_FLOPS
 
 
 def in_bhsd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
