@@ -146,10 +146,10 @@ def test_older_configs_mean_the_order_that_they_were_rendered_with() -> None:
 
 
 def test_heads_in_two_parts_take_three_quarters_of_the_products() -> None:
-    """A config that is older than the knob, and one of heads of other sizes, has all columns at once."""
+    """By default; a config that is older than the knob, and one of heads of other sizes, has all columns at once."""
     spec = spec_of("bf16-d192")
-    whole = SPLIT.default(spec, H200)
-    parts = whole.replace(split_d=True)
+    parts = SPLIT.default(spec, H200)
+    whole = parts.replace(split_d=False)
     older = Config.of(SPLIT.id, {name: value for name, value in whole.knobs if name != "split_d"})
     assert render(spec, older).text == render(spec, whole).text
     columns = {

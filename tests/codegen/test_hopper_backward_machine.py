@@ -73,7 +73,7 @@ HEADS: dict[str, Any] = {"nheads": 2, "nheads_k": 1, "head_dim": 64, "dtype": to
 
 TILES: dict[str, KnobValue] = {"dq_conversion": "tiles", "block_m": 128}
 SOME_HEADS: dict[str, KnobValue] = {"heads_per_tile": 2}
-IN_PARTS: dict[str, KnobValue] = {"split_d": True}
+WHOLE: dict[str, KnobValue] = {"split_d": False}
 Dense = tuple[KernelFamily, str, tuple[int, int], dict[str, KnobValue]]
 
 DENSE: dict[str, Dense] = {
@@ -83,10 +83,11 @@ DENSE: dict[str, Dense] = {
     "fused, some heads a tile": (FUSED, "bf16-d64-causal", (70, 200), SOME_HEADS),
     "fused, one head a tile": (FUSED, "bf16-d64", (70, 130), {"heads_per_tile": 1, "persistent": False}),
     "split, some heads a tile": (SPLIT, "bf16-d64-window", (70, 130), SOME_HEADS),
-    "wide, some heads a tile": (SPLIT, "bf16-d192-dv256-causal", (70, 70), SOME_HEADS),
-    "wide, in parts": (SPLIT, "bf16-d192-causal", (130, 200), IN_PARTS),
-    "wide, heads of values in parts": (SPLIT, "bf16-d256-dv136-window", (70, 130), IN_PARTS | ONE_EACH),
-    "wide, other heads in parts": (SPLIT, "bf16-d160-dv128", (70, 130), IN_PARTS),
+    "wide, some heads a tile": (SPLIT, "bf16-d192-dv256-causal", (70, 70), SOME_HEADS | WHOLE),
+    "wide, in parts": (SPLIT, "bf16-d192-causal", (130, 200), {}),
+    "wide, heads of values in parts": (SPLIT, "bf16-d256-dv136-window", (70, 130), ONE_EACH),
+    "wide, other heads in parts": (SPLIT, "bf16-d160-dv128", (70, 130), {}),
+    "wide, whole": (SPLIT, "bf16-d192-causal", (130, 200), WHOLE),
 }
 
 
@@ -169,13 +170,13 @@ PACKED: dict[str, tuple[KernelFamily, Case, dict[str, KnobValue]]] = {
     "wide, one head a tile": (
         SPLIT,
         Case(queries=(70, 30), keys=(20, 65), **HEADS | {"head_dim": 192, "head_dim_v": 256}),
-        {"heads_per_tile": 1},
+        {"heads_per_tile": 1} | WHOLE,
     ),
     "wide": (SPLIT, Case(queries=(70, 30), keys=(20, 65), **HEADS | {"head_dim": 192, "head_dim_v": 256}), {}),
     "wide, in parts": (
         SPLIT,
         Case(queries=(70, 30), keys=(20, 65), options={"causal": True}, **HEADS | {"head_dim": 192}),
-        IN_PARTS,
+        {},
     ),
     "softcap and slopes": (
         FUSED,

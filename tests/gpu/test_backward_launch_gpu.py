@@ -172,13 +172,14 @@ def test_tiles_of_some_heads_of_a_group_give_the_gradients(heads: int, key: str,
     _gives_the_gradients(row, spec, row.default(spec, device).replace(heads_per_tile=heads))
 
 
+@pytest.mark.parametrize("split_d", [True, False])
 @pytest.mark.parametrize("key", ["bwd-bf16-d192-causal", "bwd-fp16-d160", "bwd-bf16-d136-window", "bwd-fp16-d192"])
-def test_products_of_two_parts_of_a_head_give_the_gradients(key: str) -> None:
+def test_products_of_a_head_in_two_parts_or_whole_give_the_gradients(key: str, split_d: bool) -> None:
     spec, device = Specialization.parse(key), current_device()
     row = family("hopper_backward_split")
     if unsupported(row, spec, device) is not None:
         pytest.skip("needs a Hopper GPU")
-    _gives_the_gradients(row, spec, row.default(spec, device).replace(split_d=True))
+    _gives_the_gradients(row, spec, row.default(spec, device).replace(split_d=split_d))
 
 
 def _gives_the_gradients(row: KernelFamily, spec: Specialization, config: Config) -> None:

@@ -29,7 +29,7 @@ def split_default(spec: Specialization, device: Device) -> Config:
         "accumulator_init": "upfront" if widest_block(spec) > ROWS or spec.causal else "interleaved",
         "dq_block_n": ROWS if resources.is_wide(spec) else 2 * ROWS,
         "dq_stages": 2 if widest_block(spec) > ROWS else 3,
-        "split_d": False,
+        "split_d": resources.why_not_parts(spec) is None,
     }
     return Config.of(SPLIT_ID, {**_common_default(spec), **own})
 

@@ -228,7 +228,7 @@ def _fused_seed_configs(spec: Specialization, device: Device) -> tuple[Config, .
 
 
 def _split_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    return _valid(spec, device, split_default(spec, device), (_ONE_EACH, {"heads_per_tile": 1}, {"split_d": True}))
+    return _valid(spec, device, split_default(spec, device), (_ONE_EACH, {"heads_per_tile": 1}))
 
 
 def _valid(spec: Specialization, device: Device, default: Config, changes: Sequence[Changes]) -> tuple[Config, ...]:

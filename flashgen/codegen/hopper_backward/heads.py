@@ -16,9 +16,10 @@ import functools
 from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, why_pointless
 from flashgen.codegen.common_wgmma import ROWS, widest_block
 from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_parts import is_split
 from flashgen.codegen.hopper_backward import resources
 from flashgen.codegen.hopper_backward.defaults import split_default
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -105,4 +106,9 @@ def _staggered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTil
 def _with(config: Config, heads: int) -> Config:
     if heads == heads_per_tile(config):
         return config
-    return config.replace(heads_per_tile=heads, **({"dq_conversion": "kernel"} if resources.converts(config) else {}))
+    changes: dict[str, KnobValue] = {"heads_per_tile": heads}
+    if resources.converts(config):
+        changes["dq_conversion"] = "kernel"
+    if heads and is_split(config):  # a tile that leaves sums has heads in one part, and more of these gain more
+        changes["split_d"] = False
+    return config.replace(**changes)
