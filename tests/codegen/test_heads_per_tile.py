@@ -65,6 +65,17 @@ def test_a_record_of_other_sizes_serves_with_the_heads_that_these_take() -> None
     assert balanced(served, spec, many, H200)["heads_per_tile"] == 0
 
 
+def test_tiles_that_leave_sums_have_heads_in_one_part() -> None:
+    wide = replace(GROUPS, head_dim=192, head_dim_v=192, seqlen_q=1024, seqlen_k=1024)
+    spec, sizes = specialization(wide), Sizes.of(wide)
+    parts = HOPPER_BACKWARD_SPLIT.default(spec, H200)
+    assert parts["split_d"]
+    served = balanced(parts, spec, sizes, H200)
+    assert served["heads_per_tile"]
+    assert invalid(served, spec, H200) is None
+    assert all(invalid(other, spec, H200) is None for other in beside(parts, spec, H200))
+
+
 @pytest.mark.parametrize("nheads_k", [28, 14])
 def test_sums_never_go_through_memory_for_nothing(nheads_k: int) -> None:
     spec, sizes = specialization(GROUPS), Sizes.of(GROUPS)._replace(nheads_k=nheads_k)
