@@ -15,11 +15,12 @@ from flashgen.cli import completion, output
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_among, find_device
 from flashgen.core.errors import ConfigError, DeviceError, FlashgenError, WorkloadError
+from flashgen.core.input_copies import has_aligned_rows
 from flashgen.core.names import meant
 from flashgen.core.quoting import shown
 from flashgen.core.record import PROVENANCES
 from flashgen.core.workload import Specialization, Workload
-from flashgen.measure.protocol import has_aligned_rows, specialization
+from flashgen.measure.protocol import specialization
 
 if TYPE_CHECKING:
     from flashgen.codegen.family import Knob

@@ -57,7 +57,7 @@ def render(
     """
     from flashgen.codegen.render import render_standalone
 
-    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
+    workload, spec = _parsed(shape, deterministic, unaligned, scattered, looks_up=config is None and family is None)
     device, note = arguments.pick_device(target)
     # a complete config gives the same text for every GPU, so only a look-up or a default depends on one
     chosen = _config(workload, spec, device, config, family, shape, check=target is not None)
@@ -87,7 +87,7 @@ def compile_(
     """Compile a config for any GPU and print what each of its kernels takes: registers, spills, shared memory."""
     from flashgen.codegen.build import compile_kernel
 
-    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
+    workload, spec = _parsed(shape, deterministic, unaligned, scattered, looks_up=config is None and family is None)
     results = []
     names: list[str | None] = [*target] if target else [None]
     for name in names:
@@ -114,14 +114,16 @@ def explain(
     json: Json = False,
 ) -> None:
     """Say which config serves a workload and why: the rung of the ladder, the record, and every family's reason."""
-    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
+    workload, spec = _read(shape, deterministic, unaligned, scattered)
     if workload is None:
         raise CommandLineError(f"explain needs a workload with its sizes, e.g. b4-h32-s4096-d128, got {shape!r}")
+    copied = _copied(workload, spec)
+    workload, spec = copied or (workload, spec)
+    _note_rows(shape, spec, unaligned, scattered)
     device, note = arguments.pick_device(target)
     if note:
         output.note(note)
-    copies = unaligned and _are_copied(workload, spec)
-    explanation = explanation_of(workload, replace(spec, aligned16=True) if copies else spec, device, copies=copies)
+    explanation = explanation_of(workload, spec, device, copies=copied is not None)
     if json:
         output.print_json(explanation.to_dict())
     else:
@@ -129,27 +131,42 @@ def explain(
             output.say(line)
 
 
-def _are_copied(workload: Workload, spec: Specialization) -> bool:
-    """Whether tensors that are not aligned are copied, and copies are."""
-    from flashgen.measure.protocol import has_aligned_rows
-    from flashgen.runtime.ops.calls import may_copy
+def _copied(workload: Workload, spec: Specialization) -> tuple[Workload, Specialization] | None:
+    """What serves calls whose tensors are not aligned by aligned copies, where it does."""
+    from flashgen.core.input_copies import may_copy, of_copies
 
-    return may_copy(workload) and has_aligned_rows(spec)
+    if spec.aligned16 or not may_copy(workload):
+        return None
+    wider = of_copies(workload)
+    return wider, replace(spec, head_dim=wider.head_dim, head_dim_v=wider.head_dim_v, aligned16=True)
 
 
 def _parsed(
-    shape: str, deterministic: bool, unaligned: bool, scattered: bool
+    shape: str, deterministic: bool, unaligned: bool, scattered: bool, *, looks_up: bool
 ) -> tuple[Workload | None, Specialization]:
+    """What is asked about; that of copies, where `looks_up` says that no config is named and calls get them."""
+    workload, spec = _read(shape, deterministic, unaligned, scattered)
+    if workload is not None and looks_up and not unaligned:
+        copied = _copied(workload, spec)
+        if copied is not None:
+            workload, spec = copied
+            output.note(f"calls of these sizes get copies with rows of multiples of 16 bytes: {workload.key}")
+    _note_rows(shape, spec, unaligned, scattered)
+    return workload, spec
+
+
+def _read(shape: str, deterministic: bool, unaligned: bool, scattered: bool) -> tuple[Workload | None, Specialization]:
     with reading():
-        workload, spec = arguments.parse_shape(
-            shape, deterministic=deterministic, unaligned=unaligned, scattered=scattered
-        )
+        return arguments.parse_shape(shape, deterministic=deterministic, unaligned=unaligned, scattered=scattered)
+
+
+def _note_rows(shape: str, spec: Specialization, unaligned: bool, scattered: bool) -> None:
+    """Say what of a shape follows from its numbers alone."""
     asked = shape.split("-")
     if not (spec.aligned16 or unaligned or "unaligned" in asked):
         output.note(f"rows of packed tensors are no multiples of 16 bytes, so this is about unaligned ones: {spec.key}")
     if not (spec.aligned_scores or scattered or "scattered" in asked):
         output.note(f"rows of a packed bias or mask are no multiples of 16 bytes, so this is about others: {spec.key}")
-    return workload, spec
 
 
 def _config(

@@ -34,6 +34,8 @@ def print_plan(request: Request, *, as_json: bool) -> None:
             options=request.options,
             versions=versions(),
         )
+    for note in request.notes:
+        output.note(note)
     total_s = min(sum(row.expected_s for row in rows), math.inf if request.limit_s is None else request.limit_s)
     if as_json:
         entries = [

@@ -13,14 +13,12 @@ from typing import Protocol
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError, MeasureError
+from flashgen.core.input_copies import ALIGNMENT_BYTES, has_aligned_rows
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 from flashgen.measure.sequential import ANCHOR_ROUNDS, LEAST_ROUNDS, Rule
 
 Outcome = Measurement | Failure
-
-ALIGNMENT_BYTES = 16
-"""What the `aligned` flags of a specialization promise."""
 
 SETTLE_S = 1.8
 """Seconds of load before the first window of a race. A card that was idle is 2 to 13% faster in the first 0.4 s, then
@@ -58,12 +56,6 @@ def check_window(window_s: float, warm_s: float, error: type[FlashgenError] = Me
             f"a window lasts more than 0 s, what goes before it 0 s or more, and both less than {MOST_WINDOW_S:g} s, "
             f"got {window_s} after {warm_s}"
         )
-
-
-def has_aligned_rows(asked: Workload | Specialization) -> bool:
-    """Whether rows of head_dim and of head_dim_v elements, one behind the other, begin at multiples of 16 bytes."""
-    size = DTYPE_BYTES[asked.dtype]
-    return all(width * size % ALIGNMENT_BYTES == 0 for width in (asked.head_dim, asked.head_dim_v))
 
 
 def _has_rows(workload: Workload, kind: str) -> bool:

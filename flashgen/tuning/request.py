@@ -10,6 +10,7 @@ from flashgen.core.calls import CallRecord, read_calls
 from flashgen.core.checks import instance, items, real_number, text, whole_number
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import TuningError
+from flashgen.core.input_copies import served
 from flashgen.core.quoting import shown
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
@@ -44,6 +45,7 @@ class Request:
         limit_s: seconds for all workloads.
         study: the storage of Optuna that also gets the trials, None for none.
         shard: the part of the workloads; of a run that times records again and names none, of all that have one.
+        notes: what a user should know of the workloads: which others serve in the place of those that were named.
     """
 
     workloads: tuple[Workload, ...]
@@ -60,6 +62,7 @@ class Request:
     limit_s: float | None = None
     study: str | None = None
     shard: Shard = field(default_factory=Shard)
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -100,7 +103,9 @@ class Request:
         here = asked or max(1, usable_cpus() // part.count)
         shapes = [one.key if isinstance(one, Workload) else one for one in items("workloads", workloads, TuningError)]
         paths = [_path("a file of workloads", path) for path in items("files", files, TuningError)]
-        found = collect(models=models, shapes=shapes, paths=paths, direction=direction, deterministic=deterministic)  # type: ignore[arg-type]
+        asked_for = collect(models=models, shapes=shapes, paths=paths, direction=direction, deterministic=deterministic)  # type: ignore[arg-type]
+        found = tuple(dict.fromkeys(map(served, asked_for)))
+        notes = tuple(_note(each, served(each)) for each in asked_for if served(each) != each)
         calls: tuple[CallRecord, ...] = ()
         if from_calls is not None:
             calls = read_calls(_path("from_calls", from_calls))
@@ -128,7 +133,12 @@ class Request:
             limit_s=None if limit_s is None else _limit(limit_s),
             study=study,
             shard=part,
+            notes=notes,
         )
+
+
+def _note(asked: Workload, instead: Workload) -> str:
+    return f"calls of {asked.key} get copies with rows of multiples of 16 bytes, which are tuned: {instead.key}"
 
 
 def check_alone(name: str, path: object, others: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from flashgen.db.store import Store
 from flashgen.measure.protocol import Executor
 from flashgen.tuning.compile_pool import CompilePool
 from flashgen.tuning.context import AnyStore
-from flashgen.tuning.events import Event, OnEvent, RunFinished
+from flashgen.tuning.events import Event, OnEvent, RunFinished, Warned
 from flashgen.tuning.known_searches import learned_from
 from flashgen.tuning.request import Request
 from flashgen.tuning.studies import Mirror
@@ -44,6 +44,8 @@ def run_here(request: Request, on_event: OnEvent) -> RunFinished:
         for each in (event, *mirror(event)):
             on_event(each)
 
+    for note in request.notes:
+        on_event(Warned(message=note))
     with contextlib.ExitStack() as stack:
         executor = None
         if request.target is None:
@@ -86,6 +88,8 @@ def run_on_cluster(request: Request, address: str, on_event: OnStationEvent) -> 
         for said in mirror(event):
             on_event("", said)
 
+    for note in request.notes:
+        on_event("", Warned(message=note))
     with contextlib.ExitStack() as stack:
         stations = stack.enter_context(make_stations(address, target=request.target, jobs=request.jobs_asked))
         devices = {station.device.identity: station.device for station in stations}

@@ -176,13 +176,30 @@ def test_explain_names_the_rung_and_the_record(invoke: Invoke, tuned: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("shape", "is_copied"), [(SHAPE, True), ("b1-h4-s1024-d64", False), ("b4-h16-s4096-d36", False)]
+    ("shape", "is_copied"), [(SHAPE, True), ("b1-h4-s1024-d64", False), ("b4-h16-s4096-d36", True)]
 )
 def test_explain_says_where_unaligned_tensors_are_copied(invoke: Invoke, shape: str, is_copied: bool) -> None:
     facts = json.loads(invoke("explain", shape, "--target", "h200", "--unaligned", "--json").stdout)
     assert facts["copies"] == is_copied
     assert facts["specialization"].endswith("-unaligned") != is_copied
     assert ("kernels get copies" in invoke("explain", shape, "--target", "h200", "--unaligned").stdout) == is_copied
+
+
+def test_heads_that_calls_pad_are_asked_about_as_they_serve(invoke: Invoke) -> None:
+    """Without a flag, and not where a config is named, which gets tensors as they are."""
+    shape, padded = "b1-h32-s4096-d100-causal", "b1-h32-s4096-d104-causal"
+    shown = invoke("explain", shape, "--target", "h200", "--json")
+    facts, wider = json.loads(shown.stdout), json.loads(invoke("explain", padded, "--target", "h200", "--json").stdout)
+    assert (facts.pop("copies"), wider.pop("copies")) == (True, False)
+    assert facts == wider
+    assert shown.stderr == ""
+    rendered = invoke("render", shape, "--target", "h200")
+    assert "get copies with rows of multiples of 16 bytes: fwd-bf16-b1-h32-hk32-sq4096-sk4096-d104" in rendered.stderr
+    assert rendered.stdout == invoke("render", padded, "--target", "h200").stdout
+    own = invoke("render", shape, "--target", "h200", "--family", "portable_forward")
+    assert "fwd-bf16-d100-causal-unaligned" in own.stdout.splitlines()[0]
+    small = invoke("render", "b1-h2-s128-d100-causal", "--target", "h200")
+    assert "fwd-bf16-d100-causal-unaligned" in small.stdout.splitlines()[0]
 
 
 def test_explain_says_when_sdpa_was_measured_faster(invoke: Invoke, tuned: Path) -> None:

@@ -50,6 +50,19 @@ def test_a_measured_run_prints_lines_and_a_table_and_stores(invoke: Invoke, meas
         assert len(store.trials(workload, H200)) == 12
 
 
+def test_what_serves_calls_of_padded_heads_is_tuned(invoke: Invoke, measure: Measure) -> None:
+    """And what small calls get, which nothing is padded for."""
+    executor = measure(FakeExecutor())
+    padded, own = (Workload.parse(shape) for shape in ("b1-h32-s4096-d104-causal", "b1-h16-s512-d100"))
+    shapes = ("--shape", "b1-h32-s4096-d100-causal", "--shape", own.key, "--shape", padded.key)
+    planned = invoke("tune", *shapes, "--budget", "3", "--target", "h200", "--dry-run")
+    result = invoke("tune", *shapes, "--budget", "3")
+    assert result.exit_code == 0, result.output
+    for each in (planned, result):
+        assert each.output.count("get copies with rows of multiples of 16 bytes, which are tuned: ") == 1
+    assert {workload for workload, _ in executor.evaluated} == {padded, own}
+
+
 @EXHAUSTIVE
 def test_the_same_command_skips_what_is_done_and_retune_does_not(invoke: Invoke, measure: Measure) -> None:
     executor = measure(FakeExecutor())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flashgen.core.input_copies import has_aligned_rows, may_copy, of_copies, served
 from flashgen.core.workload import Workload
-from flashgen.runtime.ops.calls import may_copy
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,31 @@ def test_the_batch_decides_nothing_where_bits_must_not_depend_on_it() -> None:
     assert may_copy(Workload.parse("bf16-b1-h16-s2048-d128"), batch_invariant=True)
 
 
-@pytest.mark.parametrize("pages", ["", "-page16"])
-def test_packed_sequences_are_not_copied(pages: str) -> None:
-    """Their caches may be of any size."""
-    assert not may_copy(Workload.parse(f"fwd-bf16-b4-h4-tq512-sq512-sk512-d64{pages}-varlen"))
+def test_packed_sequences_are_copied_and_pages_are_not() -> None:
+    """Caches may be of any size."""
+    packed, paged = (
+        Workload.parse(f"fwd-bf16-b4-h16-tq16384-sq4096-sk4096-d64{pages}-varlen") for pages in ("", "-page16")
+    )
+    assert may_copy(packed)
+    assert not may_copy(packed, batch_invariant=True)
+    assert not may_copy(paged)
+    assert not may_copy(Workload.parse("fwd-bf16-b4-h4-tq512-sq512-sk512-d64-varlen"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [
+        ("bf16-b1-h32-s4096-d100", (104, 104)),
+        ("fp16-b1-h32-s4096-d36-dv129", (40, 136)),
+        ("fp32-b1-h32-s4096-d101", (104, 104)),
+        ("bf16-b1-h32-s4096-d104", (104, 104)),
+        ("bf16-b1-h32-s128-d100", (100, 100)),  # little to do
+        ("bf16-b1-h32-sq1-sk4096-d100", (100, 100)),
+    ],
+)
+def test_dense_rows_of_no_multiple_of_16_bytes_are_those_of_copies(shape: str, columns: tuple[int, int]) -> None:
+    workload = Workload.parse(shape)
+    found = served(workload)
+    assert (found.head_dim, found.head_dim_v) == columns
+    assert has_aligned_rows(of_copies(workload))
+    assert found == workload.with_shape(head_dim=columns[0], head_dim_v=columns[1])

@@ -42,7 +42,7 @@ class Explanation:
     `forward` is what serves by a forward or backward family, as `served` does but where a decode family is faster;
     `few_queries` says of a call with few queries why a decode family serves it, or why none does; else it is empty.
     `mixed` says of a mixed batch over pages whether it is one launch or two where the call counts its steps of decoding
-    (`num_decodes`); else it is empty. `copies` says that q, k and v are copied first.
+    (`num_decodes`); else it is empty. `copies` says that q, k and v are copied first, which `workload` is of.
     """
 
     workload: Workload
@@ -162,7 +162,7 @@ class Explanation:
         return "\n".join(map(printable, lines))
 
 
-_COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them"
+_COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them, with rows of multiples of 16 bytes"
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 _WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"

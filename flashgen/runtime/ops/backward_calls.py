@@ -19,7 +19,7 @@ from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, NO_FEATURES, Call, CheckedCall
 from flashgen.runtime.ops.gradients import BiasRule, bias_rule, empty_bias_gradient
 from flashgen.runtime.ops.keys import aux_gradient
-from flashgen.runtime.ops.outputs import META, dense_like, empty_lse, empty_output
+from flashgen.runtime.ops.outputs import META, aligned_like, dense_like, empty_lse, empty_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,8 @@ class CheckedBackwardCall:
         spec: what is compiled in.
         geometry: shapes and strides of all tensors, `dout` being a copy where that is needed.
         copies: whether kernels get copies of q, k and v, which are meant there, too.
-        copies_dout: whether `dout` is one.
+        pads: whether heads of these are wider; then `out` and `dout` are such copies, too.
+        copies_dout: whether `dout` is one of the same width.
         bias_rule: how the gradient of the bias is made.
         copies_bias: whether the kernels get a copy of the bias, one with a value of its own for every query.
     """
@@ -96,6 +97,7 @@ class CheckedBackwardCall:
     spec: Specialization
     geometry: Geometry
     copies: bool
+    pads: bool
     copies_dout: bool
     bias_rule: BiasRule
     copies_bias: bool
@@ -119,6 +121,8 @@ class CheckedBackwardCall:
             bias=broadcast_kind(features.bias if features else None),
         )
         asked = replace(call, forward=call.forward.of_copies()) if forward.copies else call
+        if forward.pads:
+            out = dout = aligned_like(out, META)
         copied = _Laid.of(asked, out, torch.empty_like(out, device=META), features, rule)
         given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(asked, out, dout, features, rule)
         # a kernel for odd tensors is slower than a copy of this one
@@ -137,6 +141,7 @@ class CheckedBackwardCall:
             spec=spec,
             geometry=laid.geometry,
             copies=forward.copies,
+            pads=forward.pads,
             copies_dout=laid is copied,
             bias_rule=rule,
             copies_bias=copies_bias,

@@ -13,7 +13,7 @@ from flashgen.core.features.values import Features
 from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
 from flashgen.launch.backward import BackwardTensors
 from flashgen.runtime.ops.gradients import FORMULAS, bias_gradient, empty_bias_gradient
-from flashgen.runtime.ops.outputs import META, dense_copy, dense_like
+from flashgen.runtime.ops.outputs import META, aligned_copy, dense_like, without_padding
 from flashgen.runtime.ops.runs import Offset
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS
 
@@ -46,9 +46,29 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
     def copying(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Any
     ) -> Gradients:
-        return run(dout, dlse, dense_copy(q), dense_copy(k), dense_copy(v), out, *others)
+        return run(dout, dlse, aligned_copy(q), aligned_copy(k), aligned_copy(v), out, *others)
 
-    return copying
+    if not problem.pads:
+        return copying
+    default_scale = problem.call.q.shape[-1] ** -0.5
+
+    def padding(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float | None,
+        *others: Any,
+    ) -> Gradients:
+        scale = default_scale if scale is None else scale
+        dq, dk, dv, *rest = copying(aligned_copy(dout, out), dlse, q, k, v, aligned_copy(out), lse, scale, *others)
+        wider = zip((dq, dk, dv), (q, k, v), strict=True)
+        return (*(without_padding(gradient, dense_like(of)) for gradient, of in wider if gradient is not None), *rest)
+
+    return padding
 
 
 def _run_of_tensors(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:

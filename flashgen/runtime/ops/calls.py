@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from flashgen.core.config import Config
-from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
 from flashgen.core.features.pages import MAX_PAGE_STRIDE, is_paged
 from flashgen.core.features.sequences import is_packed, sequences_of
 from flashgen.core.features.values import Features
+from flashgen.core.input_copies import may_copy, of_copies
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 from flashgen.launch.geometry import Geometry, aligned16
-from flashgen.runtime.ops.outputs import META, dense_like, empty_output
+from flashgen.runtime.ops.outputs import META, aligned_like, empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_FEATURES = Features()
@@ -27,11 +27,6 @@ _NOTHING_IN_WORKLOAD = table.workload_fields(
 )
 _NOTHING_IN_SPECIALIZATION = table.specialization_fields(NO_FEATURES)
 """What a call without features is, whatever its tensors: found out once, because every new length pays for it."""
-
-LEAST_COPIED_FLOPS = 12e9
-"""Of a forward pass, from which on q, k and v that are not aligned to 16 bytes are copied. Copies cost the host about
-50 us and move bytes twice; a kernel that loads numbers one by one takes longer for each product. On an H200 all of 18
-cases with more were faster with copies, and 28 of 31 with less were slower (32 to 1024 queries)."""
 
 MAX_ROW_STRIDE = 2**23
 """In elements, exclusive: inside a tile of at most 256 rows places are 32-bit numbers."""
@@ -69,8 +64,8 @@ class Call:
         return replace(self, tf32=False)
 
     def of_copies(self) -> Call:
-        """The call with copies of q, k and v, which have no memory yet."""
-        q, k, v = (dense_like(tensor, META) for tensor in (self.q, self.k, self.v))
+        """The call with aligned copies of q, k and v, which have no memory yet."""
+        q, k, v = (aligned_like(tensor, META) for tensor in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v)
 
     @property
@@ -94,7 +89,7 @@ class CheckedCall:
     """A call whose rules hold: its workload, what is compiled in, and the shapes and strides of its tensors.
 
     `features` are those of the call with bias and mask in four dimensions. `copies` says that kernels get copies of q,
-    k and v, which `geometry` is of.
+    k and v, which `geometry` is of, and `workload`, too: their heads may be wider.
     """
 
     call: Call
@@ -116,15 +111,11 @@ class CheckedCall:
         _check_strides(q, k, v, paged=is_paged(call.features))
         features, of_workload, of_spec = _features(call, q, k)
         workload = _workload(call, (q, k, v), of_workload)
-        out = empty_output(call.q, call.v, bshd=call.bshd)
-        out = out.transpose(1, 2) if call.bshd else out
-        geometry = Geometry.of(q, k, v, out, features)
+        geometry = _geometry(call, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         fits, copies = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype]), False
         if not fits and call.config is None and may_copy(workload, batch_invariant=call.batch_invariant):
-            copied = Geometry.of(*call.of_copies().views, out, features)
-            fits = copies = aligned16(copied, 0, DTYPE_BYTES[workload.dtype])
-            geometry = copied if copies else geometry
+            geometry, workload, fits, copies = _geometry(call.of_copies(), features), of_copies(workload), True, True
         spec = Specialization.of(
             workload,
             aligned16=fits,
@@ -134,16 +125,17 @@ class CheckedCall:
         )
         return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features, copies=copies)
 
+    @property
+    def pads(self) -> bool:
+        """Whether heads of the copies are wider."""
+        widths = self.call.q.shape[-1], self.call.v.shape[-1]
+        return (self.workload.head_dim, self.workload.head_dim_v) != widths
 
-def may_copy(workload: Workload, *, batch_invariant: bool = False) -> bool:
-    """Whether q, k and v are copied where they are not aligned to 16 bytes and copies are; not for a given config.
 
-    Where bits must not depend on the batch, the work of one sequence decides.
-    """
-    if workload.is_packed or workload.seqlen_q <= MAX_SEQLEN_Q:
-        return False
-    forward = replace(workload, direction="forward", batch=1 if batch_invariant else workload.batch)
-    return forward.flops >= LEAST_COPIED_FLOPS
+def _geometry(call: Call, features: Features | None) -> Geometry:
+    """That of a call and the output that it gets."""
+    out = empty_output(call.q, call.v, bshd=call.bshd)
+    return Geometry.of(*call.views, out.transpose(1, 2) if call.bshd else out, features)
 
 
 def in_bhsd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashgen.core.features.pages import is_paged
 from flashgen.core.features.sequences import is_packed
 from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
-from flashgen.runtime.ops.outputs import dense_copy, empty_lse, empty_output
+from flashgen.runtime.ops.outputs import aligned_copy, empty_lse, empty_output, without_padding
 
 if TYPE_CHECKING:
     from flashgen.core.features.values import Features
@@ -29,25 +29,41 @@ FeatureRun = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, O
 
 def forward_run(launch: Launch, problem: CheckedCall) -> Run | FeatureRun:
     """What serves the calls of a key by a generated kernel."""
+    run = _run_of_tensors(launch, problem)
+    return of_copies(run, problem) if problem.copies else run
+
+
+def _run_of_tensors(launch: Launch, problem: CheckedCall) -> Run | FeatureRun:
+    """The same for tensors of the geometry."""
     call, geometry = problem.call, problem.geometry
     if not is_packed(call.features):
         out = layout_of_view(*geometry.tensor("o"), call.q.dtype, bshd=call.bshd)
-        run = kernel_run(launch, call.q, out, lse_shape=geometry.q_shape[:3] if call.with_lse else None)
-        return of_copies(run) if problem.copies else run
+        return kernel_run(launch, call.q, out, lse_shape=geometry.q_shape[:3] if call.with_lse else None)
     if is_paged(call.features) or not call.bshd:
         return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
-    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
+    same_head_dim = geometry.q_shape[3] == problem.workload.head_dim_v
     lse_shape = geometry.q_shape[1:3] if call.with_lse else None
     return packed_run(launch, call.q, same_head_dim=same_head_dim, lse_shape=lse_shape)
 
 
-def of_copies(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same `Run` or `FeatureRun` for copies of q, k and v."""
+def of_copies(run: Callable[..., Any], problem: CheckedCall) -> Callable[..., Any]:
+    """The same `Run` or `FeatureRun` for aligned copies of q, k and v."""
 
     def copying(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
-        return run(dense_copy(q), dense_copy(k), dense_copy(v), *others)
+        return run(aligned_copy(q), aligned_copy(k), aligned_copy(v), *others)
 
-    return copying
+    if not problem.pads:
+        return copying
+    bshd, default_scale = problem.call.bshd, problem.call.q.shape[-1] ** -0.5
+
+    def padding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *others: Any) -> Any:
+        found = copying(q, k, v, default_scale if scale is None else scale, *others)
+        out = empty_output(q, v, bshd=bshd)
+        if isinstance(found, tuple):
+            return without_padding(found[0], out), *found[1:]
+        return without_padding(found, out)
+
+    return padding
 
 
 def kernel_run(

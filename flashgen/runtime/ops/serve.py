@@ -152,7 +152,7 @@ def _prepared(call: AnyCall) -> Any:
     assert isinstance(call, Call)
     causal = workload.causal and workload.seqlen_q > 1  # torch's mask is to the top left; one query sees every key
     run = sdpa_run(backend, causal=causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
-    run = of_copies(run) if problem.copies else run
+    run = of_copies(run, problem) if isinstance(problem, CheckedCall) and problem.copies else run
     return recording.counted(run, workload, device, served, backend)
 
 
