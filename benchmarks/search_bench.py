@@ -20,7 +20,7 @@ from flashgen.core.record import Failure, Measurement, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor, RaceJob, specialization
+from flashgen.measure.protocol import SETTLE_S, Executor, RaceJob, specialization
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import Compiler, usable_cpus
 from flashgen.tuning.context import Context, Neighbours, Options, lookahead
@@ -151,6 +151,7 @@ def raced(
     rounds: int = ROUNDS,
     window_s: float = WINDOW_S,
     warm_s: float = WARM_S,
+    settle_s: float = SETTLE_S,
     hard: bool = False,
 ) -> dict[Config, Measurement | Failure]:
     """What each config did in one race of all of them, for which they are compiled first; the rest as of `RaceJob`."""
@@ -159,7 +160,15 @@ def raced(
         compiler.submit(specialization(workload), config)
     for config in different:
         compiler.result(specialization(workload), config)
-    job = RaceJob(workload=workload, configs=different, rounds=rounds, window_s=window_s, warm_s=warm_s, hard=hard)
+    job = RaceJob(
+        workload=workload,
+        configs=different,
+        rounds=rounds,
+        window_s=window_s,
+        warm_s=warm_s,
+        settle_s=settle_s,
+        hard=hard,
+    )
     return dict(zip(different, executor.race(job).outcomes, strict=True))
 
 

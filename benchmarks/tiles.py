@@ -91,10 +91,13 @@ def _candidates(head_dim: int) -> dict[tuple[int, bool], tuple[Tile, ...]]:
     return found
 
 
-CANDIDATES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {**_candidates(80), **_candidates(96)}
+CANDIDATES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {**_candidates(96), **_candidates(80)}
 """Of classes that have no table, so that a race says what one would be worth."""
 
 ROUNDS, WINDOW_S, WARM_S = 3, 0.03, 0.01
+SETTLE_S = 0.6
+"""Enough behind another race, which most of these are."""
+
 COLUMNS = ("workload", "warpgroups", "block_n", "ms")
 
 OVERHEADS = tuple(float(steps) for steps in range(9))
@@ -109,8 +112,8 @@ Times = Mapping[Workload, Mapping[Shape, float]]
 
 
 def workloads(*, candidates: bool = False, short: bool = False) -> Iterator[Workload]:
-    """Every shape of every class, of `candidates` and `short` ones, too."""
-    classes = [*TILES, *(CANDIDATES if candidates else ())]
+    """Every shape of every class, of `candidates`, which come first, and `short` ones, too."""
+    classes = [*(CANDIDATES if candidates else ()), *TILES]
     for (head_dim, causal), shape in itertools.product(classes, SHAPES + (SHORT_SHAPES if short else ())):
         yield Workload.parse(f"{shape}-d{head_dim}" + ("-causal" if causal else ""))
 
@@ -131,7 +134,9 @@ def configs(workload: Workload, device: Device) -> dict[Shape, Config]:
 def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dict[str, object]]:
     """One race of all tiles; a tile that fails has no row."""
     ours = configs(workload, executor.describe().device)
-    outcomes = raced(executor, compiler, workload, ours.values(), rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S)
+    outcomes = raced(
+        executor, compiler, workload, ours.values(), rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S, settle_s=SETTLE_S
+    )
     return [
         dict(zip(COLUMNS, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
         for shape, config in ours.items()
