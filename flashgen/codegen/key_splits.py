@@ -155,13 +155,13 @@ def share_parameters(*, wide: bool) -> list[Parameter]:
     return [Parameter(name="OParts", type="*fp32", aligned16=wide), Parameter(name="LseParts", type="*fp32")]
 
 
-def merge_values(head_dim_v: int, dtype: str) -> dict[str, object]:
-    """What the template of the kernel that merges shares needs, for rows of so many columns of `dtype`."""
+def merge_values(spec: Specialization, dtype: str) -> dict[str, object]:
+    """What the template of the kernel that merges shares needs, for an output of `dtype`."""
     return {
         "merge_rows": MERGE_ROWS,
         "most_splits": SPLITS[-1],
-        "merge_columns": power_of_two(head_dim_v),
-        "merge_multiple": ALIGNMENT_BYTES // DTYPE_BYTES[dtype],
+        "merge_columns": power_of_two(spec.head_dim_v),
+        "merge_multiple": ALIGNMENT_BYTES // DTYPE_BYTES[dtype] if spec.aligned16 else 1,
     }
 
 

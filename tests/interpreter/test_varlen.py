@@ -47,6 +47,7 @@ CASES = {
     "scores of a function": Case(queries=(20, 5), keys=(33, 7), score_mod=bent, options={"softcap": 3.0}, poison=(1,)),
     "heads before rows": Case(queries=(20, 5), layout="heads", head_dim=24, head_dim_v=40, nheads=3, nheads_k=3),
     "unaligned": Case(queries=(20, 5), layout="odd", alibi="shared", options={"softmax_scale": 0.3}),
+    "unaligned rows": Case(queries=(20, 5), head_dim=20, head_dim_v=13),  # those of the output, too
 }
 
 
@@ -62,7 +63,15 @@ def test_tiles_by_tma_are_right(name: str) -> None:
     assert_right(packed, *interpreted(packed, loads="descriptor", heads_per_group=0))
 
 
-SHARED = ("a neighbour of NaN", "rows that nobody has", "more queries", "used", "softcap and slopes", "unaligned")
+SHARED = (
+    "a neighbour of NaN",
+    "rows that nobody has",
+    "more queries",
+    "used",
+    "softcap and slopes",
+    "unaligned",
+    "unaligned rows",
+)
 MOST_SHARES = ("rows that nobody has", "unaligned")
 
 

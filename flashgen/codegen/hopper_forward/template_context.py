@@ -140,7 +140,7 @@ def _shares(spec: Specialization, config: Config) -> dict[str, object]:
     return {
         "split_keys": split_keys(config),
         "ranged": (spec.window or spec.mask == "keys" or split_keys(config)) and not has_blocks(spec),
-        **merge_values(spec.head_dim_v, spec.dtype),
+        **merge_values(spec, spec.dtype),
     }
 
 

@@ -40,7 +40,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **page_values(spec, config),
         **_strides(spec, config),
         **mod_values(spec),
-        **merge_values(spec.head_dim_v, storage(spec)),
+        **merge_values(spec, storage(spec)),
         # names of what a step of the loop changes, and of what it reads
         "state": [*part_names("acc", v_parts), "l_i", "m_i"],
         "step_arguments": _step_arguments(spec, config, d_parts),
