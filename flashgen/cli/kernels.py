@@ -57,7 +57,7 @@ def render(
     """
     from flashgen.codegen.render import render_standalone
 
-    workload, spec = _parsed(shape, deterministic, unaligned, scattered, looks_up=config is None and family is None)
+    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
     device, note = arguments.pick_device(target)
     # a complete config gives the same text for every GPU, so only a look-up or a default depends on one
     chosen = _config(workload, spec, device, config, family, shape, check=target is not None)
@@ -87,7 +87,7 @@ def compile_(
     """Compile a config for any GPU and print what each of its kernels takes: registers, spills, shared memory."""
     from flashgen.codegen.build import compile_kernel
 
-    workload, spec = _parsed(shape, deterministic, unaligned, scattered, looks_up=config is None and family is None)
+    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
     results = []
     names: list[str | None] = [*target] if target else [None]
     for name in names:
@@ -142,15 +142,10 @@ def _copied(workload: Workload, spec: Specialization) -> tuple[Workload, Special
 
 
 def _parsed(
-    shape: str, deterministic: bool, unaligned: bool, scattered: bool, *, looks_up: bool
+    shape: str, deterministic: bool, unaligned: bool, scattered: bool
 ) -> tuple[Workload | None, Specialization]:
-    """What is asked about; that of copies, where `looks_up` says that no config is named and calls get them."""
+    """What is asked about, of tensors as they are."""
     workload, spec = _read(shape, deterministic, unaligned, scattered)
-    if workload is not None and looks_up and not unaligned:
-        copied = _copied(workload, spec)
-        if copied is not None:
-            workload, spec = copied
-            output.note(f"calls of these sizes get copies with rows of multiples of 16 bytes: {workload.key}")
     _note_rows(shape, spec, unaligned, scattered)
     return workload, spec
 

@@ -23,11 +23,13 @@ def may_copy(workload: Workload, *, batch_invariant: bool = False) -> bool:
     """Whether q, k and v are copied where they are not aligned to 16 bytes; not for a given config.
 
     A cache may be of any size, so neither steps of decoding nor pages are. Where bits must not depend on the batch, the
-    work of one sequence decides, of which packed ones say nothing.
+    work of one sequence decides, of which packed ones say nothing: these always are.
     """
-    if workload.seqlen_q <= MAX_SEQLEN_Q or workload.page_size is not None:
+    if workload.page_size is not None:
         return False
     if workload.is_packed and batch_invariant:
+        return True
+    if workload.seqlen_q <= MAX_SEQLEN_Q:
         return False
     forward = replace(workload, direction="forward", batch=1 if batch_invariant else workload.batch)
     return forward.flops >= LEAST_COPIED_FLOPS

@@ -37,9 +37,12 @@ def test_packed_sequences_are_copied_and_pages_are_not() -> None:
         Workload.parse(f"fwd-bf16-b4-h16-tq16384-sq4096-sk4096-d64{pages}-varlen") for pages in ("", "-page16")
     )
     assert may_copy(packed)
-    assert not may_copy(packed, batch_invariant=True)
     assert not may_copy(paged)
-    assert not may_copy(Workload.parse("fwd-bf16-b4-h4-tq512-sq512-sk512-d64-varlen"))
+    assert not may_copy(paged, batch_invariant=True)
+    for queries, keys in ((512, 512), (16, 4096)):
+        small = Workload.parse(f"fwd-bf16-b4-h4-tq512-sq{queries}-sk{keys}-d64-varlen")
+        assert not may_copy(small)
+        assert may_copy(small, batch_invariant=True), "a neighbour would decide"
 
 
 @pytest.mark.parametrize(
