@@ -56,9 +56,11 @@ def test_the_rule_names_numbers_near_the_best_of_races() -> None:
         config = usual(default_config(spec, H100, [name]), spec, sizes, H100)
         chosen = splits_of(config, spec, sizes)
         assert (chosen > 1) == config["split_keys"]
+        if config.get("warpgroups", 2) == 1:
+            continue  # tiles of 128 queries were raced, and smaller ones need no shares here
         lost.append(times[chosen] / min(times.values()))
         alone.append(times[1] / min(times.values()))
-    assert len(lost) == 42
+    assert len(lost) == 35
     assert statistics.geometric_mean(lost) <= MEAN
     assert max(lost) <= WORST
     assert statistics.geometric_mean(alone) > 1.4, "which the rule is there for"

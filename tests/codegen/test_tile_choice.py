@@ -1,6 +1,6 @@
 """The tile of a config that was measured at other sizes, against what each tile took on an H200.
 
-`tiles_nvidia_h200.csv` has the times of a race of all tiles on each of 80 shapes, most with few CTAs for an SM.
+`tiles_nvidia_h200.csv` has the times of a race of all tiles on each of 208 shapes, most with few CTAs for an SM.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from flashgen.measure.protocol import specialization
 
 A100, H200 = find_device("a100"), find_device("h200")
 
-MEAN, WORST = 1.02, 1.09
-"""Time over that of the best tile; with the nearest record's tile it is 1.10 and 1.48 under a causal mask."""
+MEAN = {64: 1.013, 80: 1.017, 96: 1.015, 128: 1.011}
+WORST = {64: 1.09, 80: 1.17, 96: 1.17, 128: 1.14}
+"""Time over that of the best tile, by head dimension; with any one tile for all it is 1.10 and 1.48."""
 
 
 def measured(head_dim: int, causal: bool) -> dict[Workload, dict[tuple[int, int], float]]:
@@ -61,14 +62,16 @@ def test_every_tile_is_a_valid_config(head_dim: int, causal: bool, dtype: str) -
 @pytest.mark.parametrize(("head_dim", "causal"), TILES)
 def test_the_tile_that_serves_is_nearly_the_best_one_wherever_it_comes_from(head_dim: int, causal: bool) -> None:
     spec, times = spec_of(head_dim, causal), measured(head_dim, causal)
-    assert len(times) == 20
+    assert len(times) >= 20
     for tile in TILES[head_dim, causal]:
         losses = []
         for workload, by_tile in times.items():
+            if len(by_tile) < len(TILES[head_dim, causal]):
+                continue  # a search had not all of them
             chosen = balanced(config_of(spec, tile), specialization(workload), Sizes.of(workload), H200)
             losses.append(by_tile[tile_of(chosen)] / min(by_tile.values()))
-        assert math.exp(statistics.mean(map(math.log, losses))) <= MEAN, tile
-        assert max(losses) <= WORST, tile
+        assert math.exp(statistics.mean(map(math.log, losses))) <= MEAN[head_dim], tile
+        assert max(losses) <= WORST[head_dim], tile
 
 
 def test_one_wave_of_tall_tiles_is_better_than_two() -> None:
@@ -80,17 +83,28 @@ def test_one_wave_of_tall_tiles_is_better_than_two() -> None:
     assert balanced(config, spec, Sizes(batch=4, nheads=16, nheads_k=16, seqlen_q=4096, seqlen_k=4096), H200) == config
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("queries", "warpgroups"), [(128, 2), (160, 3), (192, 3), (193, 2), (256, 2)])
-def test_one_tall_tile_of_a_head_is_better_than_two_under_a_mask(dtype: str, queries: int, warpgroups: int) -> None:
-    """Tiles of 192 queries are slower wherever a head has as many of 128."""
-    spec = spec_of(128, True, dtype)
+@pytest.mark.parametrize(("batch", "nheads", "queries"), [(3, 8, 266), (4, 16, 285), (1, 16, 320)])
+def test_short_sequences_have_small_tiles_under_a_mask(batch: int, nheads: int, queries: int) -> None:
+    """Those of 128 queries compute a quarter more than there are, and nothing beside them."""
+    spec = spec_of(128, True)
     for tile in TILES[128, True]:
-        chosen = balanced(config_of(spec, tile), spec, Sizes(8, 12, 12, queries, queries), H200)
-        assert tile_of(chosen)[0] == warpgroups
+        chosen = balanced(config_of(spec, tile), spec, Sizes(batch, nheads, nheads, queries, queries), H200)
+        assert tile_of(chosen)[0] == 1
 
 
-@pytest.mark.parametrize("key", ["fwd-bf16-d128-window", "fwd-bf16-d96", "fwd-bf16-d128-varlen", "fwd-bf16-d128-bias"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "columns"), [(40, 64), (72, 80), (88, 96), (104, 128)])
+def test_heads_have_the_tiles_of_the_columns_that_they_are_padded_to(head_dim: int, columns: int, causal: bool) -> None:
+    spec, wider = spec_of(head_dim, causal), spec_of(columns, causal)
+    able = {tile_of(each) for each in beside(default_config(spec, H200), spec, H200)}
+    assert able >= {tile_of(config_of(wider, tile)) for tile in TILES[columns, causal]} - {
+        tile_of(default_config(spec, H200))
+    }
+    sizes = Sizes(batch=1, nheads=12, nheads_k=12, seqlen_q=1664, seqlen_k=1664)
+    assert invalid(balanced(default_config(spec, H200), spec, sizes, H200), spec, H200) is None
+
+
+@pytest.mark.parametrize("key", ["fwd-bf16-d128-window", "fwd-bf16-d192", "fwd-bf16-d128-varlen", "fwd-bf16-d128-bias"])
 def test_what_was_not_measured_keeps_its_tile(key: str) -> None:
     spec = Specialization.parse(key)
     config = family("hopper_forward").default(spec, H200)
@@ -116,11 +130,11 @@ def packed(rows: int, longest: int, nheads: int = 32) -> Sizes:
 
 
 def test_short_packed_sequences_get_small_tiles_and_long_ones_tall_tiles_wherever_a_config_comes_from() -> None:
-    spec = Specialization.parse("fwd-bf16-d64-causal-varlen")
-    usual = family("hopper_forward").default(spec, H200)
-    for config in (usual, *beside(usual, spec, H200)):
-        assert tile_of(balanced(config, spec, packed(16384, 16384), H200))[0] >= 3
-        assert tile_of(balanced(config, spec, packed(16384, 512), H200))[0] <= 2
+    for key, longest, tall in (("fwd-bf16-d64-causal-varlen", 512, False), ("fwd-bf16-d64-varlen", 16384, True)):
+        spec = Specialization.parse(key)
+        usual = family("hopper_forward").default(spec, H200)
+        for config in (usual, *beside(usual, spec, H200)):
+            assert (tile_of(balanced(config, spec, packed(16384, longest), H200))[0] >= 3) is tall
     # what is known of lengths is a bound: a tile that is little better on paper serves neither
     assert balanced(usual, spec, packed(16384, 16384, nheads=12), H200) == usual
     assert balanced(usual, spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=0, seqlen_k=0, sequences=1), H200)
@@ -135,7 +149,16 @@ def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     assert balanced(portable, spec, sizes, A100) == portable
 
 
-OTHERS = {(128, False): 2, (128, True): 6, (64, False): 2, (64, True): 4}
+OTHERS = {
+    (128, False): 2,
+    (128, True): 6,
+    (64, False): 2,
+    (64, True): 4,
+    (96, False): 2,
+    (96, True): 8,
+    (80, False): 2,
+    (80, True): 8,
+}
 """Tiles of one warpgroup for few queries, with what else each tile's config has, and orders for few tiles."""
 
 

@@ -27,11 +27,17 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
-MARGINS = {"bf16": 0.01, "fp16": 0.1}
+MARGINS = {"bf16": 0.03, "fp16": 0.1}
 """By which another tile has to promise to be faster, by dtype.
 
 These tiles were not timed in float16, whose softmax differs.
 """
+
+NARROWER_MARGIN = 0.1
+"""The same of heads that are padded to the columns of a class, as 104 to 128: these were not timed either."""
+
+SHARED_WARPGROUPS = 2
+"""Of the tile whose keys CTAs share."""
 
 PACKED_MARGIN = 0.05
 """The same of packed sequences, of whose lengths a bound is all that is known."""
@@ -50,7 +56,7 @@ class Tile:
         overhead: what a CTA takes beside its steps, in steps.
         lone: the share of its time that a CTA takes which has an SM to itself.
         tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
-        margin: by which it has to promise to be faster, where that is more than `MARGINS`.
+        margin: by which it has to promise to be faster, where that is more than `MARGINS`; the record's own tile, too.
     """
 
     warpgroups: int
@@ -69,17 +75,18 @@ class Tile:
         tiles, slots = -(-sizes.seqlen_q // rows), sm_count * self.blocks_per_sm
         longest = -(-sizes.seqlen_k // self.block_n) + self.overhead
         if causal:
+            if tiles * heads <= slots:
+                return self.step * longest * self._pace(tiles * heads / sm_count)
             before = max(sizes.seqlen_k - sizes.seqlen_q, 0)  # keys that the first query sees
             seen = before + min((tiles + 1) * rows, 2 * sizes.seqlen_q) / 2
             mean = min(seen, sizes.seqlen_k) / self.block_n + 0.5 + self.overhead
-            behind = self.tail * mean if tiles * heads > slots else 0.0
-            return self.step * max(self.lone * longest, mean * tiles * heads / slots + behind)
+            return self.step * max(self.lone * longest, mean * (tiles * heads / slots + self.tail))
         waves, rest = divmod(tiles * heads, slots)
-        last = 0.0
-        if rest:
-            beside = -(-rest // sm_count)
-            last = self.lone + (1 - self.lone) * (beside - 1) / max(self.blocks_per_sm - 1, 1)
-        return self.step * longest * (waves + last)
+        return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
+
+    def _pace(self, beside: float) -> float:
+        """The share of its time that a CTA takes which has an SM for itself and so many beside it."""
+        return self.lone + (1 - self.lone) * max(beside - 1, 0.0) / max(self.blocks_per_sm - 1, 1)
 
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -90,12 +97,25 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
         return config
     shapes = _packed(sizes) if spec.varlen else (sizes,)
     times = [math.prod(tile.time(each, device.num_sms, causal=spec.causal) for each in shapes) for tile in tiles]
-    least = min(times)
-    best = tiles[times.index(least)]
-    margin = max(best.margin, PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype])
-    if least > (1 - margin) ** len(shapes) * times[own]:
-        return config
-    return with_tile(spec, config, best, device)
+    least = max(
+        PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype],
+        NARROWER_MARGIN if (spec.head_dim, spec.causal) not in TILES else 0.0,
+    )
+    margins = [tile.margin if number == own else max(tile.margin, least) for number, tile in enumerate(tiles)]
+    asked = [time / (1 - margin) ** len(shapes) for time, margin in zip(times, margins, strict=True)]
+    best = asked.index(min(asked))
+    return config if best == own else with_tile(spec, config, tiles[best], device)
+
+
+def for_shares(spec: Specialization, config: Config, device: Device) -> Config:
+    """A config whose CTAs share keys, with the tile of two warpgroups if its class has a table.
+
+    On an H200 that took 0.88 to 1.0 of the time of the tile that fills the SMs best alone, on five shapes.
+    """
+    tiles = _tiles(spec)
+    own = _own(tiles, config)
+    number = next((number for number, tile in enumerate(tiles) if tile.warpgroups == SHARED_WARPGROUPS), None)
+    return config if own is None or number in (None, own) else with_tile(spec, config, tiles[number], device)
 
 
 def others(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
@@ -122,10 +142,14 @@ def _packed(sizes: Sizes) -> tuple[Sizes, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _tiles(spec: Specialization) -> tuple[Tile, ...]:
-    """Those of a specialization without any feature that changes its work; none of one without a table."""
+    """Those of a specialization without any feature that changes its work, by the columns that its heads are padded to.
+
+    None of one without a table.
+    """
     if not is_plain(spec) or spec.dtype not in MARGINS:
         return ()
-    return TILES.get((spec.head_dim, spec.causal), ())
+    columns = next((width for width in sorted({width for width, _ in TILES}) if spec.head_dim <= width), None)
+    return TILES.get((columns, spec.causal), ()) if columns else ()
 
 
 def is_plain(spec: Specialization) -> bool:
@@ -173,6 +197,7 @@ _USUAL: dict[str, KnobValue] = {
 }
 _FREE: dict[str, KnobValue] = {"barriers": "mbarrier", "exp_order": "free"}
 _SKIPPING: dict[str, KnobValue] = {"hidden_blocks": "skipped", "masked_blocks": "branch", "heads_per_group": 8}
+_PARTS: dict[str, KnobValue] = {"split_d": True, "v_stages": 2}
 
 
 def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple[str, KnobValue], ...]:
@@ -181,45 +206,66 @@ def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple
 
 TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
     (128, False): (
-        Tile(warpgroups=2, block_n=128, step=1.218, overhead=4, knobs=_knobs({}, v_stages=2)),
-        Tile(warpgroups=3, block_n=64, step=0.981, overhead=5, knobs=_knobs({})),
+        Tile(
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=2,
+            step=0.926,
+            overhead=3,
+            lone=0.6,
+            knobs=_knobs({}, ping_pong=False, softmax_reference="running", v_stages=2),
+        ),
+        Tile(warpgroups=2, block_n=128, step=1.402, overhead=2, knobs=_knobs({}, v_stages=2)),
+        Tile(warpgroups=3, block_n=64, step=0.994, overhead=4, knobs=_knobs({})),
     ),
     (128, True): (
         Tile(
-            warpgroups=2, block_n=128, step=1.252, overhead=3, tail=0.5, knobs=_knobs({}, heads_per_group=8, v_stages=2)
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=2,
+            step=0.941,
+            overhead=3,
+            lone=0.7,
+            tail=0.25,
+            knobs=_knobs(_FREE, ping_pong=False, heads_per_group=32, v_stages=2),
         ),
-        Tile(warpgroups=3, block_n=64, step=1.003, overhead=4, tail=0.5, margin=0.1, knobs=_knobs(_SKIPPING)),
+        Tile(
+            warpgroups=2, block_n=128, step=1.303, overhead=2, tail=0.5, knobs=_knobs({}, heads_per_group=8, v_stages=2)
+        ),
+        Tile(warpgroups=3, block_n=64, step=0.956, overhead=4, tail=0.5, margin=0.1, knobs=_knobs(_SKIPPING)),
     ),
     (64, False): (
         Tile(
             warpgroups=1,
             block_n=64,
             blocks_per_sm=3,
-            step=0.839,
-            overhead=4,
-            lone=0.7,
+            step=0.850,
+            overhead=2,
+            lone=0.6,
             knobs=_knobs({}, ping_pong=False, softmax_reference="running"),
         ),
-        Tile(warpgroups=2, block_n=128, step=1.085, overhead=3, knobs=_knobs({}, softmax_reference="running")),
-        Tile(warpgroups=3, block_n=128, step=1.314, overhead=4, knobs=_knobs(_FREE)),
-        Tile(warpgroups=4, block_n=64, step=0.841, overhead=6, knobs=_knobs(_FREE, k_release="with_v")),
+        Tile(warpgroups=2, block_n=128, step=1.072, overhead=2, knobs=_knobs({}, softmax_reference="running")),
+        Tile(warpgroups=3, block_n=128, step=1.322, overhead=2, knobs=_knobs(_FREE)),
+        Tile(warpgroups=4, block_n=64, step=0.852, overhead=3, knobs=_knobs(_FREE, k_release="with_v")),
     ),
     (64, True): (
         Tile(
             warpgroups=1,
             block_n=64,
             blocks_per_sm=4,
-            step=1.086,
-            overhead=4,
-            lone=0.7,
+            step=0.895,
+            overhead=2,
+            tail=0.5,
+            lone=0.6,
             knobs=_knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2),
         ),
         Tile(
             warpgroups=1,
             block_n=128,
             blocks_per_sm=2,
-            step=1.219,
-            overhead=2,
+            step=1.110,
+            overhead=1,
+            tail=0.25,
             lone=0.8,
             knobs=_knobs(
                 _FREE,
@@ -234,13 +280,106 @@ TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
         Tile(
             warpgroups=3,
             block_n=128,
-            step=1.426,
-            overhead=4,
-            tail=0.25,
+            step=1.314,
+            overhead=3,
+            tail=0.5,
             knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2),
         ),
         Tile(
-            warpgroups=4, block_n=64, step=0.945, overhead=4, tail=0.5, knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2)
+            warpgroups=4,
+            block_n=64,
+            step=0.895,
+            overhead=2,
+            tail=0.75,
+            knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2),
+        ),
+    ),
+    (96, False): (
+        Tile(
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=3,
+            step=1.198,
+            overhead=2,
+            lone=0.5,
+            knobs=_knobs(_PARTS, ping_pong=False, softmax_reference="running"),
+        ),
+        Tile(warpgroups=2, block_n=128, step=1.253, overhead=2, knobs=_knobs(_PARTS)),
+        Tile(warpgroups=3, block_n=64, step=0.915, overhead=4, knobs=_knobs(_PARTS)),
+        Tile(warpgroups=3, block_n=128, step=1.606, overhead=3, knobs=_knobs({**_FREE, **_PARTS}, qk_prefetch="half")),
+    ),
+    (96, True): (
+        Tile(
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=3,
+            step=1.003,
+            overhead=4,
+            tail=0.25,
+            lone=0.5,
+            knobs=_knobs({**_FREE, **_PARTS}, ping_pong=False, heads_per_group=32),
+        ),
+        Tile(warpgroups=2, block_n=128, step=1.130, overhead=3, tail=0.25, knobs=_knobs(_PARTS, heads_per_group=8)),
+        Tile(
+            warpgroups=3,
+            block_n=64,
+            step=0.868,
+            overhead=5,
+            tail=0.25,
+            margin=0.1,
+            knobs=_knobs({**_SKIPPING, **_PARTS}),
+        ),
+        Tile(
+            warpgroups=3,
+            block_n=128,
+            step=1.771,
+            overhead=3,
+            tail=0.25,
+            knobs=_knobs({**_FREE, **_SKIPPING, **_PARTS}, qk_prefetch="half"),
+        ),
+    ),
+    (80, False): (
+        Tile(
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=3,
+            step=1.081,
+            overhead=2,
+            lone=0.6,
+            knobs=_knobs(_PARTS, ping_pong=False, softmax_reference="running"),
+        ),
+        Tile(warpgroups=2, block_n=128, step=1.160, overhead=2, knobs=_knobs(_PARTS)),
+        Tile(warpgroups=3, block_n=64, step=0.853, overhead=4, knobs=_knobs(_PARTS)),
+        Tile(warpgroups=3, block_n=128, step=1.491, overhead=3, knobs=_knobs({**_FREE, **_PARTS}, qk_prefetch="half")),
+    ),
+    (80, True): (
+        Tile(
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=3,
+            step=0.920,
+            overhead=4,
+            tail=0.25,
+            lone=0.5,
+            knobs=_knobs({**_FREE, **_PARTS}, ping_pong=False, heads_per_group=32),
+        ),
+        Tile(warpgroups=2, block_n=128, step=1.069, overhead=3, tail=0.25, knobs=_knobs(_PARTS, heads_per_group=8)),
+        Tile(
+            warpgroups=3,
+            block_n=64,
+            step=0.858,
+            overhead=4,
+            tail=0.25,
+            margin=0.1,
+            knobs=_knobs({**_SKIPPING, **_PARTS}),
+        ),
+        Tile(
+            warpgroups=3,
+            block_n=128,
+            step=1.830,
+            overhead=2,
+            tail=0.25,
+            knobs=_knobs({**_FREE, **_SKIPPING, **_PARTS}, qk_prefetch="half"),
         ),
     ),
 }
