@@ -7,10 +7,12 @@ import re
 import pytest
 
 import flashgen
+from flashgen.codegen.families import usual
+from flashgen.codegen.family import Sizes
 from flashgen.core.settings import settings
 from flashgen.runtime.ops import log
 from flashgen.runtime.ops.calls import CheckedCall
-from tests.db.samples import H100
+from tests.db.samples import H100, H200
 from tests.fakes.gpu import FakeGpu, qkv
 from tests.runtime.ladders import CAUSAL, Ladder, default, measured, predicted
 
@@ -69,5 +71,6 @@ def test_there_is_no_notice_where_a_record_serves_or_nobody_wants_it(
     else:
         ladder.user(record)
     flashgen.attention(*qkv(seqlen_q=80, seqlen_k=80, dim=128), causal=True)
-    assert gpu.planned[0][1] == (record.config if record else default(shape))
+    expected = usual(default(shape), shape.specialization, Sizes.of(shape), H200)
+    assert gpu.planned[0][1] == (record.config if record else expected)
     assert (capsys.readouterr().err, caplog.records) == ("", [])
