@@ -95,14 +95,15 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     own = _own(tiles, config)
     if own is None or (spec.varlen and not sizes.sequences):
         return config
-    shapes = _packed(sizes) if spec.varlen else (sizes,)
-    times = [math.prod(tile.time(each, device.num_sms, causal=spec.causal) for each in shapes) for tile in tiles]
-    least = max(
-        PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype],
-        NARROWER_MARGIN if (spec.head_dim, spec.causal) not in TILES else 0.0,
-    )
-    margins = [tile.margin if number == own else max(tile.margin, least) for number, tile in enumerate(tiles)]
-    asked = [time / (1 - margin) ** len(shapes) for time, margin in zip(times, margins, strict=True)]
+    sms, causal = device.num_sms, spec.causal
+    if spec.varlen:
+        shapes = _packed(sizes)
+        times = [math.prod(tile.time(each, sms, causal=causal) for each in shapes) for tile in tiles]
+    else:
+        times = [tile.time(sizes, sms, causal=causal) for tile in tiles]
+    own_factors, factors = _factors(spec)
+    asked = [time * factor for time, factor in zip(times, factors, strict=True)]
+    asked[own] = times[own] * own_factors[own]
     best = asked.index(min(asked))
     return config if best == own else with_tile(spec, config, tiles[best], device)
 
@@ -150,6 +151,19 @@ def _tiles(spec: Specialization) -> tuple[Tile, ...]:
         return ()
     columns = next((width for width in sorted({width for width, _ in TILES}) if spec.head_dim <= width), None)
     return TILES.get((columns, spec.causal), ()) if columns else ()
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What the time of each tile counts times, as the record's own and as another one: what it has to promise."""
+    least = max(
+        PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype],
+        NARROWER_MARGIN if (spec.head_dim, spec.causal) not in TILES else 0.0,
+    )
+    shapes = 2 if spec.varlen else 1
+    margins = [tile.margin for tile in _tiles(spec)]
+    own, other = ([(1 - each) ** -shapes for each in found] for found in (margins, [max(m, least) for m in margins]))
+    return tuple(own), tuple(other)
 
 
 def is_plain(spec: Specialization) -> bool:
