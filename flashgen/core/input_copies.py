@@ -54,6 +54,6 @@ def has_aligned_rows(asked: Workload | Specialization) -> bool:
     return all(padded_columns(columns, size) == columns for columns in (asked.head_dim, asked.head_dim_v))
 
 
-def served(workload: Workload) -> Workload:
+def as_served(workload: Workload) -> Workload:
     """What serves calls with dense tensors: the workload itself, or that of copies with wider heads."""
     return workload if has_aligned_rows(workload) or not may_copy(workload) else of_copies(workload)

@@ -10,7 +10,7 @@ from flashgen.core.calls import CallRecord, read_calls
 from flashgen.core.checks import instance, items, real_number, text, whole_number
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import TuningError
-from flashgen.core.input_copies import served
+from flashgen.core.input_copies import as_served
 from flashgen.core.quoting import shown
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
@@ -104,8 +104,8 @@ class Request:
         shapes = [one.key if isinstance(one, Workload) else one for one in items("workloads", workloads, TuningError)]
         paths = [_path("a file of workloads", path) for path in items("files", files, TuningError)]
         asked_for = collect(models=models, shapes=shapes, paths=paths, direction=direction, deterministic=deterministic)  # type: ignore[arg-type]
-        found = tuple(dict.fromkeys(map(served, asked_for)))
-        notes = tuple(_note(each, served(each)) for each in asked_for if served(each) != each)
+        found = tuple(dict.fromkeys(map(as_served, asked_for)))
+        notes = tuple(_note(each, as_served(each)) for each in asked_for if as_served(each) != each)
         calls: tuple[CallRecord, ...] = ()
         if from_calls is not None:
             calls = read_calls(_path("from_calls", from_calls))

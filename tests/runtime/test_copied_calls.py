@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.core.input_copies import has_aligned_rows, may_copy, of_copies, served
+from flashgen.core.input_copies import as_served, has_aligned_rows, may_copy, of_copies
 from flashgen.core.workload import Workload
 
 
@@ -58,7 +58,7 @@ def test_packed_sequences_are_copied_and_pages_are_not() -> None:
 )
 def test_dense_rows_of_no_multiple_of_16_bytes_are_those_of_copies(shape: str, columns: tuple[int, int]) -> None:
     workload = Workload.parse(shape)
-    found = served(workload)
+    found = as_served(workload)
     assert (found.head_dim, found.head_dim_v) == columns
     assert has_aligned_rows(of_copies(workload))
     assert found == workload.with_shape(head_dim=columns[0], head_dim_v=columns[1])

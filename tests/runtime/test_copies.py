@@ -57,6 +57,7 @@ def test_both_passes_are_those_of_aligned_tensors(emulated: EmulatedGpu, kind: s
         leaves = [tensor.requires_grad_() for tensor in given]
         called = [tensor.transpose(1, 2) if bshd else tensor for tensor in leaves]
         out = flashgen.attention(*called, causal=True, layout=layout)
+        assert out.stride() == torch.empty_like(called[0]).stride(), "what torch.compile was promised"
         gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
         found.append((out, *gradients))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -42,7 +42,7 @@ class Explanation:
     `forward` is what serves by a forward or backward family, as `served` does but where a decode family is faster;
     `few_queries` says of a call with few queries why a decode family serves it, or why none does; else it is empty.
     `mixed` says of a mixed batch over pages whether it is one launch or two where the call counts its steps of decoding
-    (`num_decodes`); else it is empty. `copies` says that q, k and v are copied first, which `workload` is of.
+    (`num_decodes`); else it is empty. `copies` says that q, k and v are copied first; `workload` is of the copies.
     """
 
     workload: Workload

@@ -64,9 +64,9 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
         *others: Any,
     ) -> Gradients:
         scale = default_scale if scale is None else scale
-        dq, dk, dv, *rest = copying(aligned_copy(dout, out), dlse, q, k, v, aligned_copy(out), lse, scale, *others)
-        wider = zip((dq, dk, dv), (q, k, v), strict=True)
-        return (*(without_padding(gradient, dense_like(of)) for gradient, of in wider if gradient is not None), *rest)
+        found: Any = copying(aligned_copy(dout, out), dlse, q, k, v, aligned_copy(out), lse, scale, *others)
+        wider = zip(found[:3], (q, k, v), strict=True)
+        return (*(without_padding(gradient, dense_like(of)) for gradient, of in wider), *found[3:])
 
     return padding
 

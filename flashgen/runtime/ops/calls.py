@@ -111,11 +111,15 @@ class CheckedCall:
         _check_strides(q, k, v, paged=is_paged(call.features))
         features, of_workload, of_spec = _features(call, q, k)
         workload = _workload(call, (q, k, v), of_workload)
-        geometry = _geometry(call, features)
+        out = empty_output(call.q, call.v, bshd=call.bshd)
+        geometry = _geometry(call, out, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         fits, copies = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype]), False
         if not fits and call.config is None and may_copy(workload, batch_invariant=call.batch_invariant):
-            geometry, workload, fits, copies = _geometry(call.of_copies(), features), of_copies(workload), True, True
+            fits = copies = True
+            workload, narrow = of_copies(workload), workload
+            out = out if workload == narrow else aligned_like(out, META)
+            geometry = _geometry(call.of_copies(), out, features)
         spec = Specialization.of(
             workload,
             aligned16=fits,
@@ -132,9 +136,8 @@ class CheckedCall:
         return (self.workload.head_dim, self.workload.head_dim_v) != widths
 
 
-def _geometry(call: Call, features: Features | None) -> Geometry:
-    """That of a call and the output that it gets."""
-    out = empty_output(call.q, call.v, bshd=call.bshd)
+def _geometry(call: Call, out: torch.Tensor, features: Features | None) -> Geometry:
+    """That of a call whose kernel writes into `out`."""
     return Geometry.of(*call.views, out.transpose(1, 2) if call.bshd else out, features)
 
 
