@@ -1,6 +1,6 @@
 """What tiles of the Hopper forward family take at sizes of few waves, and the constants of the estimate that follow.
 
-python -m benchmarks.tiles FILE.csv [--limit-seconds 300]     races every tile of `tile_choice.TILES` on a GPU
+python -m benchmarks.tiles FILE.csv [--limit-seconds 300]     races every tile of `tiles.TILES` on a GPU
 python -m benchmarks.tiles FILE.csv --candidates --short      other classes, too, and shapes of 128 to 512 queries
 python -m benchmarks.tiles FILE.csv --fit                     from such a file, without a GPU
 
@@ -27,7 +27,8 @@ from benchmarks.search_bench import raced
 from benchmarks.search_files import add_rows, read
 from flashgen.codegen.families import family
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward.tile_choice import TILES, Tile, with_tile
+from flashgen.codegen.hopper_forward.tile_choice import with_tile
+from flashgen.codegen.hopper_forward.tiles import TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Measurement

@@ -11,7 +11,7 @@ from benchmarks import tiles
 from benchmarks.search_files import read
 from benchmarks.tiles import CANDIDATES, Fit, configs, times_of
 from flashgen.codegen.families import invalid
-from flashgen.codegen.hopper_forward.tile_choice import TILES
+from flashgen.codegen.hopper_forward.tiles import TILES
 from flashgen.measure.protocol import specialization
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
 

@@ -15,7 +15,7 @@ import pytest
 
 from flashgen.codegen.families import balanced, beside, default_config, family, invalid
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward.tile_choice import TILES, Tile
+from flashgen.codegen.hopper_forward.tiles import TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization, Workload

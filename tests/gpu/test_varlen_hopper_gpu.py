@@ -17,7 +17,7 @@ import torch
 import flashgen
 from flashgen.codegen.families import beside
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
-from flashgen.codegen.hopper_forward.tile_choice import TILES
+from flashgen.codegen.hopper_forward.tiles import TILES
 from flashgen.core.config import KnobValue
 from flashgen.core.workload import Specialization
 from flashgen.launch.dtypes import TORCH_DTYPES

@@ -6,10 +6,8 @@ tile only where no other one promises to be faster by a margin. The estimate is 
 keys and an overhead for each CTA, CTAs of one SM side by side, and, where queries see fewer keys the earlier they are,
 the longest CTA or an equal share of all work with some of a CTA behind it, whichever is more.
 
-What a step takes was fitted to 80 shapes on an H200 (bf16, 8 to 64 heads, 700 to 10240 queries), each tile by itself.
-On these, the tile that this chooses took 1.006 of the best one's time in the geometric mean and 1.08 at most, where
-the nearest record's took 1.065 and 1.48; docs/experiments/waves.md has shapes that nothing was fitted to. Under a
-causal mask heads of 128 columns want tiles of 128 queries nearly always, and others have to promise more there.
+What a step takes was fitted to races on an H200 (bf16, 4 to 128 heads, 128 to 16384 queries), each tile by itself.
+docs/experiments/waves.md has what the tiles that this chooses cost, also on shapes that nothing was fitted to.
 
 Packed sequences have the same tiles, and a wider margin: all that a host knows is how long each may be.
 """
@@ -18,12 +16,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
-from flashgen.core.config import Config, KnobValue
+from flashgen.codegen.hopper_forward.tiles import TILES, Tile
+from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -36,57 +34,11 @@ These tiles were not timed in float16, whose softmax differs.
 NARROWER_MARGIN = 0.1
 """The same of heads that are padded to the columns of a class, as 104 to 128: these were not timed either."""
 
-SHARED_WARPGROUPS = 2
-"""Of the tile whose keys CTAs share."""
-
 PACKED_MARGIN = 0.05
 """The same of packed sequences, of whose lengths a bound is all that is known."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tile:
-    """One kind of tile of a class.
-
-    Attributes:
-        warpgroups: of 64 query rows each.
-        block_n: keys of a step.
-        blocks_per_sm: CTAs side by side.
-        knobs: what else its config has.
-        step: what a step takes, in a unit of its class.
-        overhead: what a CTA takes beside its steps, in steps.
-        lone: the share of its time that a CTA takes which has an SM to itself.
-        tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
-        margin: by which it has to promise to be faster, where that is more than `MARGINS`; the record's own tile, too.
-    """
-
-    warpgroups: int
-    block_n: int
-    blocks_per_sm: int = 1
-    knobs: tuple[tuple[str, KnobValue], ...]
-    step: float
-    overhead: float
-    lone: float = 1.0
-    tail: float = 0.0
-    margin: float = 0.0
-
-    def time(self, sizes: Sizes, sm_count: int, *, causal: bool) -> float:
-        """What the CTAs of these sizes are expected to take."""
-        rows, heads = 64 * self.warpgroups, sizes.batch * sizes.nheads
-        tiles, slots = -(-sizes.seqlen_q // rows), sm_count * self.blocks_per_sm
-        longest = -(-sizes.seqlen_k // self.block_n) + self.overhead
-        if causal:
-            if tiles * heads <= slots:
-                return self.step * longest * self._pace(tiles * heads / sm_count)
-            before = max(sizes.seqlen_k - sizes.seqlen_q, 0)  # keys that the first query sees
-            seen = before + min((tiles + 1) * rows, 2 * sizes.seqlen_q) / 2
-            mean = min(seen, sizes.seqlen_k) / self.block_n + 0.5 + self.overhead
-            return self.step * max(self.lone * longest, mean * (tiles * heads / slots + self.tail))
-        waves, rest = divmod(tiles * heads, slots)
-        return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
-
-    def _pace(self, beside: float) -> float:
-        """The share of its time that a CTA takes which has an SM for itself and so many beside it."""
-        return self.lone + (1 - self.lone) * max(beside - 1, 0.0) / max(self.blocks_per_sm - 1, 1)
+SHARED_WARPGROUPS = 2
+"""Of the tile whose keys CTAs share."""
 
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -190,211 +142,3 @@ def with_tile(spec: Specialization, config: Config, tile: Tile, device: Device) 
     shape = {"warpgroups": tile.warpgroups, "block_n": tile.block_n, "blocks_per_sm": tile.blocks_per_sm}
     found = config.replace(**{**knobs, **shape})
     return found if rules.invalid(spec, found, device) is None else config
-
-
-_USUAL: dict[str, KnobValue] = {
-    "barriers": "named",
-    "conditional_rescale": True,
-    "early_settle": False,
-    "exp_order": "data",
-    "heads_per_group": 1,
-    "hidden_blocks": "computed",
-    "k_release": "own",
-    "masked_blocks": "one",
-    "max_chains": 1,
-    "ping_pong": True,
-    "q_stages": 1,
-    "qk_prefetch": "block",
-    "softmax_reference": "row_sums",
-    "split_d": False,
-    "v_stages": 3,
-}
-_FREE: dict[str, KnobValue] = {"barriers": "mbarrier", "exp_order": "free"}
-_SKIPPING: dict[str, KnobValue] = {"hidden_blocks": "skipped", "masked_blocks": "branch", "heads_per_group": 8}
-_PARTS: dict[str, KnobValue] = {"split_d": True, "v_stages": 2}
-
-
-def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple[str, KnobValue], ...]:
-    return tuple({**_USUAL, **changes, **others}.items())
-
-
-TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
-    (128, False): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=2,
-            step=0.926,
-            overhead=3,
-            lone=0.6,
-            knobs=_knobs({}, ping_pong=False, softmax_reference="running", v_stages=2),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.402, overhead=2, knobs=_knobs({}, v_stages=2)),
-        Tile(warpgroups=3, block_n=64, step=0.994, overhead=4, knobs=_knobs({})),
-    ),
-    (128, True): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=2,
-            step=0.941,
-            overhead=3,
-            lone=0.7,
-            tail=0.25,
-            knobs=_knobs(_FREE, ping_pong=False, heads_per_group=32, v_stages=2),
-        ),
-        Tile(
-            warpgroups=2, block_n=128, step=1.303, overhead=2, tail=0.5, knobs=_knobs({}, heads_per_group=8, v_stages=2)
-        ),
-        Tile(warpgroups=3, block_n=64, step=0.956, overhead=4, tail=0.5, margin=0.1, knobs=_knobs(_SKIPPING)),
-    ),
-    (64, False): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=3,
-            step=0.850,
-            overhead=2,
-            lone=0.6,
-            knobs=_knobs({}, ping_pong=False, softmax_reference="running"),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.072, overhead=2, knobs=_knobs({}, softmax_reference="running")),
-        Tile(warpgroups=3, block_n=128, step=1.322, overhead=2, knobs=_knobs(_FREE)),
-        Tile(warpgroups=4, block_n=64, step=0.852, overhead=3, knobs=_knobs(_FREE, k_release="with_v")),
-    ),
-    (64, True): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=4,
-            step=0.895,
-            overhead=2,
-            tail=0.5,
-            lone=0.6,
-            knobs=_knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2),
-        ),
-        Tile(
-            warpgroups=1,
-            block_n=128,
-            blocks_per_sm=2,
-            step=1.110,
-            overhead=1,
-            tail=0.25,
-            lone=0.8,
-            knobs=_knobs(
-                _FREE,
-                ping_pong=False,
-                max_chains=4,
-                conditional_rescale=False,
-                softmax_reference="running",
-                heads_per_group=32,
-                v_stages=2,
-            ),
-        ),
-        Tile(
-            warpgroups=3,
-            block_n=128,
-            step=1.314,
-            overhead=3,
-            tail=0.5,
-            knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2),
-        ),
-        Tile(
-            warpgroups=4,
-            block_n=64,
-            step=0.895,
-            overhead=2,
-            tail=0.75,
-            knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2),
-        ),
-    ),
-    (96, False): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=3,
-            step=1.198,
-            overhead=2,
-            lone=0.5,
-            knobs=_knobs(_PARTS, ping_pong=False, softmax_reference="running"),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.253, overhead=2, knobs=_knobs(_PARTS)),
-        Tile(warpgroups=3, block_n=64, step=0.915, overhead=4, knobs=_knobs(_PARTS)),
-        Tile(warpgroups=3, block_n=128, step=1.606, overhead=3, knobs=_knobs({**_FREE, **_PARTS}, qk_prefetch="half")),
-    ),
-    (96, True): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=3,
-            step=1.003,
-            overhead=4,
-            tail=0.25,
-            lone=0.5,
-            knobs=_knobs({**_FREE, **_PARTS}, ping_pong=False, heads_per_group=32),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.130, overhead=3, tail=0.25, knobs=_knobs(_PARTS, heads_per_group=8)),
-        Tile(
-            warpgroups=3,
-            block_n=64,
-            step=0.868,
-            overhead=5,
-            tail=0.25,
-            margin=0.1,
-            knobs=_knobs({**_SKIPPING, **_PARTS}),
-        ),
-        Tile(
-            warpgroups=3,
-            block_n=128,
-            step=1.771,
-            overhead=3,
-            tail=0.25,
-            knobs=_knobs({**_FREE, **_SKIPPING, **_PARTS}, qk_prefetch="half"),
-        ),
-    ),
-    (80, False): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=3,
-            step=1.081,
-            overhead=2,
-            lone=0.6,
-            knobs=_knobs(_PARTS, ping_pong=False, softmax_reference="running"),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.160, overhead=2, knobs=_knobs(_PARTS)),
-        Tile(warpgroups=3, block_n=64, step=0.853, overhead=4, knobs=_knobs(_PARTS)),
-        Tile(warpgroups=3, block_n=128, step=1.491, overhead=3, knobs=_knobs({**_FREE, **_PARTS}, qk_prefetch="half")),
-    ),
-    (80, True): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=3,
-            step=0.920,
-            overhead=4,
-            tail=0.25,
-            lone=0.5,
-            knobs=_knobs({**_FREE, **_PARTS}, ping_pong=False, heads_per_group=32),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.069, overhead=3, tail=0.25, knobs=_knobs(_PARTS, heads_per_group=8)),
-        Tile(
-            warpgroups=3,
-            block_n=64,
-            step=0.858,
-            overhead=4,
-            tail=0.25,
-            margin=0.1,
-            knobs=_knobs({**_SKIPPING, **_PARTS}),
-        ),
-        Tile(
-            warpgroups=3,
-            block_n=128,
-            step=1.830,
-            overhead=2,
-            tail=0.25,
-            knobs=_knobs({**_FREE, **_SKIPPING, **_PARTS}, qk_prefetch="half"),
-        ),
-    ),
-}
-"""By head dimension and whether it is causal: the tiles with which searches won, each with the rest of its config."""

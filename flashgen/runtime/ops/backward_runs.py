@@ -43,32 +43,21 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
     if not problem.copies:
         return run
 
+    pads, default_scale = problem.pads, problem.call.q.shape[-1] ** -0.5
+
     def copying(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Any
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
     ) -> Gradients:
-        return run(dout, dlse, aligned_copy(q), aligned_copy(k), aligned_copy(v), out, *others)
-
-    if not problem.pads:
-        return copying
-    default_scale = problem.call.q.shape[-1] ** -0.5
-
-    def padding(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float | None,
-        *others: Any,
-    ) -> Gradients:
+        inputs = aligned_copy(q), aligned_copy(k), aligned_copy(v)
+        if not pads:
+            return run(dout, dlse, *inputs, out, lse, *others)
+        scale, offset, features = others
         scale = default_scale if scale is None else scale
-        found: Any = copying(aligned_copy(dout, out), dlse, q, k, v, aligned_copy(out), lse, scale, *others)
+        found: Any = run(aligned_copy(dout, out), dlse, *inputs, aligned_copy(out), lse, scale, offset, features)
         wider = zip(found[:3], (q, k, v), strict=True)
         return (*(without_padding(gradient, dense_like(of)) for gradient, of in wider), *found[3:])
 
-    return padding
+    return copying
 
 
 def _run_of_tensors(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
