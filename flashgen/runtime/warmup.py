@@ -12,6 +12,8 @@ from flashgen.core.checks import flag, instance, items, whole_number
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DeviceError
+from flashgen.core.input_copies import has_aligned_rows, may_copy, of_copies
+from flashgen.core.nearest import in_blocks
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.ops import kernel_cache, serve
 
@@ -21,6 +23,9 @@ SHORT_QUERIES = 1024
 MANY_KEYS = 1 << 17
 """Over so many, CTAs share the keys of whatever tiles are few enough."""
 
+
+MANY_ROWS, MANY_BATCHES = 8192, 16
+"""Numbers beyond which a tile or a batch element more changes little; up to powers of two."""
 
 ALL_LENGTHS = tuple(1 << power for power in range(8, 25))
 """Of keys: the rules of decode families make a difference between lengths in steps of powers of two."""
@@ -47,9 +52,9 @@ def warmup(
             `fixed_split_size`. Of packed sequences (`b64-h32-hk8-tq16384-s2048-d128-causal-varlen`) the number, the
             rows and the bounds are the most that there will be, likewise.
         seqlens: also these key lengths of each workload; None takes every config recorded for its specialization class
-            and the default one, which covers any length.
-        device: GPU index, None the current one. Tensors are taken to be aligned to 16 bytes, as torch's allocator
-            gives them; others have kernels of their own, which their first call compiles.
+            and the default one, with all tiles that serve smaller batches and lengths.
+        device: GPU index, None the current one. Tensors are taken to begin at multiples of 16 bytes, as torch's
+            allocator has it; others have kernels of their own, which their first call compiles.
         offset_tensor: also the kernels that read the query offset from a tensor; steps of decoding have none.
         training: also the backward pass of every workload of a forward pass; deterministic while
             `torch.use_deterministic_algorithms(True)` is on.
@@ -81,10 +86,11 @@ def warmup(
     lengths = None if seqlens is None else _lengths(seqlens)
     pairs, beside = set(), set()
     for workload in _asked(workloads, training=training):
-        for spec in variants(workload, offset_tensor=offset_tensor, dropout=dropout):
-            found = _reachable(workload, spec, where, lengths)
-            pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
-            pairs |= set(_by_decoding(workload, spec, where, lengths))
+        for form, aligned16 in _forms(workload):
+            for spec in variants(form, aligned16=aligned16, offset_tensor=offset_tensor, dropout=dropout):
+                found = _reachable(form, spec, where, lengths)
+                pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
+                pairs |= set(_by_decoding(form, spec, where, lengths))
         if prefix and workload.is_decode:
             pairs |= set(_over_prefixes(workload, where))
             beside.add(prefix_merge(workload.specialization))
@@ -109,13 +115,27 @@ def _asked(workloads: Iterable[Workload | str], *, training: bool) -> Iterator[W
             yield replace(workload, direction="backward", deterministic=fixed)
 
 
-def variants(workload: Workload, *, offset_tensor: bool, dropout: bool = False) -> Iterator[Specialization]:
+def _forms(workload: Workload) -> Iterator[tuple[Workload, bool]]:
+    """What calls of a workload are served as, and whether by aligned tensors: some heads are padded in larger calls."""
+    if has_aligned_rows(workload):
+        yield workload, True
+        return
+    yield workload, False
+    if may_copy(workload):
+        yield of_copies(workload), True
+
+
+def variants(
+    workload: Workload, *, aligned16: bool = True, offset_tensor: bool, dropout: bool = False
+) -> Iterator[Specialization]:
     """What of the same workload is compiled by itself: a bias may have a gradient or not."""
     dropouts = (False, True) if dropout and not workload.is_decode else (False,)
     offsets = (False, True) if offset_tensor and not workload.is_decode and _has_positions(workload) else (False,)
     bias_grads = (False, True) if workload.direction == "backward" and workload.bias else (False,)
     for variant, bias_grad, drops in itertools.product(offsets, bias_grads, dropouts):
-        yield Specialization.of(workload, offset_tensor=variant, bias_grad=bias_grad, dropout=drops)
+        yield Specialization.of(
+            workload, aligned16=aligned16, offset_tensor=variant, bias_grad=bias_grad, dropout=drops
+        )
 
 
 def _has_positions(workload: Workload) -> bool:
@@ -150,7 +170,27 @@ def _reachable(
     defaults = {usual(default, spec, each, device) for each in at}
     able = {config for config in known if invalid(config, spec, device) is None}
     some = [each for each in at if each.seqlen_q in {sizes.seqlen_q, *_powers_to(SHORT_QUERIES)}]
-    return defaults | able | {balanced(config, spec, each, device) for config in able for each in some}
+    by_size = {balanced(config, spec, each, device) for config in able for each in some}
+    return defaults | able | by_size | set(_at_lengths(workload, spec, device))
+
+
+def _at_lengths(workload: Workload, spec: Specialization, device: Device) -> Iterator[Config]:
+    """What serves a workload at other lengths and with fewer batch elements, whose tiles fill the SMs otherwise."""
+    from flashgen.codegen.family import Sizes
+    from flashgen.runtime.lookup.by_sizes import SizesLookup
+
+    records, sizes = serve.records(), Sizes.of(workload)
+    lookup = SizesLookup(records.choices(spec, device), workload, spec, device, records)
+    lengths = {in_blocks(length) for length in range(1, MANY_ROWS + 1)}.union(_powers_to(sizes.seqlen_q))
+    batches = {*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch}
+    for batch, rows in itertools.product(batches, lengths):
+        if batch > sizes.batch or rows > sizes.seqlen_q:
+            continue
+        for keys in {rows, max(rows, sizes.seqlen_k)}:
+            at = sizes._replace(batch=batch, seqlen_q=rows, seqlen_k=keys)
+            config = lookup.config(at, generated_only=True, has_own_offset=True)
+            if config is not None:
+                yield config
 
 
 def _reachable_steps(workload: Workload, spec: Specialization, device: Device) -> set[Config]:
