@@ -1,6 +1,7 @@
 """The tile of a config that was measured at other sizes, against what each tile took on an H200.
 
-`tiles_nvidia_h200.csv` has the times of a race of all tiles on each of 208 shapes, most with few CTAs for an SM.
+`tiles_nvidia_h200.csv` has the times of races of all tiles of a class, on shapes most of which have few CTAs for an SM,
+and what searches of 60 shapes had of each tile at best.
 """
 
 from __future__ import annotations
