@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from flashgen.codegen.common_types import ALIGNMENT_BYTES
 from flashgen.codegen.decode_splits import split_counts
 from flashgen.codegen.family import CompileOptions, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import tile_side
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization

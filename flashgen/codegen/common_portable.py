@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from flashgen.codegen.common_mods import has_blocks, host_features
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, bias_dtype, storage
+from flashgen.codegen.common_types import bias_dtype, storage
 from flashgen.codegen.head_parts import padded, why_not_split
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization

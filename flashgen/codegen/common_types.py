@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from flashgen.core.workload import Specialization
 
-ALIGNMENT_BYTES = 16
-"""Widest vector load, and what TMA demands of base addresses and strides."""
-
 TL_DTYPES = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 GL_DTYPES = {"bf16": "gl.bfloat16", "fp16": "gl.float16"}
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

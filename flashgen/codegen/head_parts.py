@@ -75,7 +75,12 @@ def why_not_split(spec: Specialization) -> str | None:
 @functools.cache
 def padded(head_dim: int, split: bool) -> int:
     """Columns of all parts together."""
-    return sum(part.block for part in head_parts(head_dim, split))
+    return columns_of(head_parts(head_dim, split))
+
+
+def columns_of(parts: tuple[HeadPart, ...]) -> int:
+    """Columns of these parts together."""
+    return sum(part.block for part in parts)
 
 
 def power_of_two(size: int) -> int:

@@ -12,9 +12,9 @@ import functools
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_sequences import of_class, query_blocks
-from flashgen.codegen.common_types import ALIGNMENT_BYTES
 from flashgen.codegen.family import CompileOptions, KernelSpec, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import power_of_two
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
+from flashgen.codegen.common_types import TL_DTYPES
 from flashgen.codegen.family import Parameter
 from flashgen.codegen.head_parts import power_of_two
 from flashgen.codegen.helper import HelperKernel, integers, rows_of_tile
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.workload import DTYPE_BYTES
 
 ID = "merge_states"

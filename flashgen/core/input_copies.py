@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashgen.core.alignment import padded_columns
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-
-ALIGNMENT_BYTES = 16
-"""What pointers and strides of an aligned tensor are multiples of."""
 
 LEAST_COPIED_FLOPS = 12e9
 """Of a forward pass, from which on q, k and v that are not aligned to 16 bytes are copied. Copies cost the host about
@@ -33,12 +31,6 @@ def may_copy(workload: Workload, *, batch_invariant: bool = False) -> bool:
         return False
     forward = replace(workload, direction="forward", batch=1 if batch_invariant else workload.batch)
     return forward.flops >= LEAST_COPIED_FLOPS
-
-
-def padded_columns(columns: int, element_bytes: int) -> int:
-    """Columns of a copy: the next multiple of 16 bytes."""
-    step = ALIGNMENT_BYTES // element_bytes
-    return -(-columns // step) * step
 
 
 def of_copies(workload: Workload) -> Workload:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from flashgen.codegen.family import Sizes
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.pages import keys_of_a_table
 from flashgen.core.features.positions import MAX_OFFSET
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4, broadcast_strides
+from flashgen.core.features.score_tensors import Shape4, broadcast_strides
 from flashgen.core.features.sequences import is_packed, sequences_of
 from flashgen.core.features.values import BlockMask, Features
 from flashgen.launch.vocabulary import STRIDED

@@ -26,8 +26,9 @@ from typing import Any
 
 from flashgen.codegen.build import CompiledPart
 from flashgen.codegen.family import Sizes
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.device import Device
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4
+from flashgen.core.features.score_tensors import Shape4
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch import driver
 from flashgen.launch.binding import Binding, view_of

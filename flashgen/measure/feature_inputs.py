@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.errors import UnsupportedError
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.table import asked, given
 from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Workload

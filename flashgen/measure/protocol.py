@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError, MeasureError
-from flashgen.core.input_copies import ALIGNMENT_BYTES, has_aligned_rows
+from flashgen.core.input_copies import has_aligned_rows
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 from flashgen.measure.sequential import ANCHOR_ROUNDS, LEAST_ROUNDS, Rule

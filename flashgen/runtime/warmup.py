@@ -12,7 +12,7 @@ from flashgen.core.checks import flag, instance, items, whole_number
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DeviceError
-from flashgen.core.input_copies import has_aligned_rows, may_copy, of_copies
+from flashgen.core.input_copies import as_served, has_aligned_rows
 from flashgen.core.nearest import in_blocks
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.ops import kernel_cache, serve
@@ -117,12 +117,10 @@ def _asked(workloads: Iterable[Workload | str], *, training: bool) -> Iterator[W
 
 def _forms(workload: Workload) -> Iterator[tuple[Workload, bool]]:
     """What calls of a workload are served as, and whether by aligned tensors: some heads are padded in larger calls."""
-    if has_aligned_rows(workload):
-        yield workload, True
-        return
-    yield workload, False
-    if may_copy(workload):
-        yield of_copies(workload), True
+    yield workload, has_aligned_rows(workload)
+    wider = as_served(workload)
+    if wider != workload:
+        yield wider, True
 
 
 def variants(
@@ -181,11 +179,11 @@ def _at_lengths(workload: Workload, spec: Specialization, device: Device) -> Ite
 
     records, sizes = serve.records(), Sizes.of(workload)
     lookup = SizesLookup(records.choices(spec, device), workload, spec, device, records)
-    lengths = {in_blocks(length) for length in range(1, MANY_ROWS + 1)}.union(_powers_to(sizes.seqlen_q))
-    batches = {*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch}
+    able = (*map(in_blocks, range(1, MANY_ROWS + 1)), *_powers_to(sizes.seqlen_q))
+    lengths = {rows for rows in able if rows <= sizes.seqlen_q}
+    counts = (*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch)
+    batches = {batch for batch in counts if batch <= sizes.batch}
     for batch, rows in itertools.product(batches, lengths):
-        if batch > sizes.batch or rows > sizes.seqlen_q:
-            continue
         for keys in {rows, max(rows, sizes.seqlen_k)}:
             at = sizes._replace(batch=batch, seqlen_q=rows, seqlen_k=keys)
             config = lookup.config(at, generated_only=True, has_own_offset=True)

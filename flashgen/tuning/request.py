@@ -104,8 +104,9 @@ class Request:
         shapes = [one.key if isinstance(one, Workload) else one for one in items("workloads", workloads, TuningError)]
         paths = [_path("a file of workloads", path) for path in items("files", files, TuningError)]
         asked_for = collect(models=models, shapes=shapes, paths=paths, direction=direction, deterministic=deterministic)  # type: ignore[arg-type]
-        found = tuple(dict.fromkeys(map(as_served, asked_for)))
-        notes = tuple(_note(each, as_served(each)) for each in asked_for if as_served(each) != each)
+        serving = {each: as_served(each) for each in asked_for}
+        found = tuple(dict.fromkeys(serving.values()))
+        notes = tuple(_note(each, instead) for each, instead in serving.items() if instead != each)
         calls: tuple[CallRecord, ...] = ()
         if from_calls is not None:
             calls = read_calls(_path("from_calls", from_calls))

@@ -8,6 +8,7 @@ from flashgen.codegen.common_groups import heads_per_tile
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.cost import CostModel, LoopKernel, Tiling
+from flashgen.codegen.head_parts import columns_of
 from flashgen.codegen.hopper_backward import resources
 from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
@@ -28,18 +29,14 @@ def _tile(spec: Specialization, config: Config, name: str) -> Tiling:
         block_n=config.integer("dq_block_n") if queries else resources.block_n(spec),
         warps=CONSUMER_WARPS,
         stages=config.integer("dq_stages" if queries else "q_stages"),
-        query_columns=_columns(spec.head_dim, config),
-        value_columns=_columns(spec.head_dim_v, config),
+        query_columns=columns_of(resources.parts(spec.head_dim, config)),
+        value_columns=columns_of(resources.parts(spec.head_dim_v, config)),
         pointer_loads=False,
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=spec.causal,
         walked_heads=0 if queries else heads_per_tile(config),
         steps_in_flight=2,
     )
-
-
-def _columns(head_dim: int, config: Config) -> int:
-    return sum(part.block for part in resources.parts(head_dim, config))
 
 
 def _taken(spec: Specialization, config: Config, device: Device) -> Taken:

@@ -14,7 +14,7 @@ from flashgen.codegen.common_wgmma import (
     THREADS_PER_WARPGROUP,
     one_part,
 )
-from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split
+from flashgen.codegen.head_parts import HeadPart, can_split, columns_of, head_parts, is_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -104,7 +104,7 @@ def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
 
 def columns(head_dim: int, config: Config) -> int:
     """Columns of all parts of a head together."""
-    return sum(part.block for part in parts(head_dim, config))
+    return columns_of(parts(head_dim, config))
 
 
 def score_tiles(spec: Specialization) -> dict[str, str]:

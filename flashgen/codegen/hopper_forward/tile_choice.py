@@ -67,8 +67,10 @@ def for_shares(spec: Specialization, config: Config, device: Device) -> Config:
     """
     tiles = _tiles(spec)
     own = _own(tiles, config)
-    number = next((number for number, tile in enumerate(tiles) if tile.warpgroups == SHARED_WARPGROUPS), None)
-    return config if own is None or number in (None, own) else with_tile(spec, config, tiles[number], device)
+    if own is None or tiles[own].warpgroups == SHARED_WARPGROUPS:
+        return config
+    tile = next((tile for tile in tiles if tile.warpgroups == SHARED_WARPGROUPS), None)
+    return with_tile(spec, config, tile, device) if tile else config
 
 
 def others(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:

@@ -15,10 +15,11 @@ from flashgen.codegen.common_portable import (
     score_rows,
 )
 from flashgen.codegen.common_products import precision
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, storage
+from flashgen.codegen.common_types import TL_DTYPES, TORCH_DTYPES, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split, padded, part_names
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
 from flashgen.codegen.score_mod_gradient import gradient_source
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 

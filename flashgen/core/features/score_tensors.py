@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.declaration import (
     Argument,
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 Shape4 = tuple[int, int, int, int]
-
-ALIGNMENT_BYTES = 16
-"""What TMA demands of base addresses and strides, and the widest load of a thread."""
 
 AXES = "(batch, nheads, seqlen_q, seqlen_k)"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.checks import flag, whole_number
 from flashgen.core.decode_limits import MAX_KEYS, MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.declaration import CallFacts
 from flashgen.core.features.positions import WINDOW, clamp_window
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.scores import SOFTCAP
 from flashgen.core.features.table import checked, specialization_fields, workload_fields
 from flashgen.core.features.table import values as table_values

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.decode_limits import MAX_BATCH, MAX_KEYS
 from flashgen.core.features.positions import clamp_window
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.values import Window
 from flashgen.launch.allocation import empty_on_current
 from flashgen.launch.decode_numbers import DecodeShape, Strides, strides_of

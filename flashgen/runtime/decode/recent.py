@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.settings import settings
 from flashgen.launch.allocation import empty_on_current, layout_of
 from flashgen.launch.decode_plan import Launch

@@ -114,12 +114,13 @@ class CheckedCall:
         out = empty_output(call.q, call.v, bshd=call.bshd)
         geometry = _geometry(call, out, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        fits, copies = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype]), False
+        size = DTYPE_BYTES[workload.dtype]
+        fits, copies = aligned16(geometry, pointers, size), False
         if not fits and call.config is None and may_copy(workload, batch_invariant=call.batch_invariant):
-            fits = copies = True
-            workload, narrow = of_copies(workload), workload
-            out = out if workload == narrow else aligned_like(out, META)
-            geometry = _geometry(call.of_copies(), out, features)
+            wider = of_copies(workload)
+            copied = _geometry(call.of_copies(), out if wider == workload else aligned_like(out, META), features)
+            if aligned16(copied, 0, size):
+                workload, geometry, fits, copies = wider, copied, True, True
         spec = Specialization.of(
             workload,
             aligned16=fits,

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.device import Device
 from flashgen.core.errors import BuildError, UnsupportedError
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.settings import settings
 from flashgen.runtime.ops import serve
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashgen.codegen.family import Sizes
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.checks import MAX_SIZE
 from flashgen.core.errors import LaunchError
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch.allocation import layout_of_view
 from flashgen.launch.geometry import Geometry, View4

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashgen.core.alignment import ALIGNMENT_BYTES
 from flashgen.core.errors import LaunchError
 from flashgen.core.features import table
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.sequences import VARLEN
 from flashgen.core.features.values import Features
 from flashgen.core.nearest import visible_keys

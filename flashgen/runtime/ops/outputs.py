@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashgen.core.input_copies import padded_columns
+from flashgen.core.alignment import padded_columns
 
 META = torch.device("meta")
 """Where tensors have strides and no memory."""
