@@ -24,6 +24,7 @@ import torch
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import IMPLS, Impl
+from benchmarks.prepared import add_prepare_arguments, compile_part, prepare
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import RACE_COLUMNS, ResultsFile
 from benchmarks.training_impls import BACKWARD
@@ -128,14 +129,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codes = set()
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
-        racer = racer_of(options, provenance)
+        if options.compile_part is None:
+            prepare("unseen", sys.argv[1:] if arguments is None else arguments, options.prepare, say)
+            racer = racer_of(options, provenance)
         for name in options.suite or SUITES:
-            direction = SUITES[name].direction
-            jobs = [(name, workloads(name, seed=options.seed, count=options.count))]
-            limit_s = options.limit_seconds - (time.monotonic() - began)
+            direction, shapes = SUITES[name].direction, workloads(name, seed=options.seed, count=options.count)
+            impls = [impl for impl in raced(direction) if impl.name in names]
             with torch.no_grad() if direction == "forward" else nullcontext():
-                impls = [impl for impl in raced(direction) if impl.name in names]
-                codes.add(run(jobs, impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say))
+                if options.compile_part is not None:
+                    compile_part(
+                        options.compile_part, shapes[shard.index :: shard.count], impls, torch.device("cuda", 0), say
+                    )
+                    continue
+                limit_s = options.limit_seconds - (time.monotonic() - began)
+                codes.add(run([(name, shapes)], impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say))
     return next((code for code in (STOPPED, MISSING) if code in codes), 0)
 
 
@@ -146,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="another one draws other shapes (%(default)s)")
     parser.add_argument("--count", type=int, default=40, help="shapes of a suite (%(default)s)")
     add_race_arguments(parser, raced("forward"))
+    add_prepare_arguments(parser)
     parser.set_defaults(warm=0.025, window=0.06)
     return parser
 

@@ -14,11 +14,12 @@ from benchmarks.impls import Impl
 from benchmarks.provenance import Provenance
 from benchmarks.race import Result
 from benchmarks.results import read_rows
-from benchmarks.unseen import HEAD_DIMS, MOST_BYTES, MOST_HEADS, SUITES, raced, workloads
+from benchmarks.unseen import HEAD_DIMS, MOST_BYTES, MOST_HEADS, PEERS, SUITES, raced, workloads
 from benchmarks.unseen_tables import PASSES, unseen_parts
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.workload import Workload
 from flashgen.measure.timing import Window
+from flashgen.tuning.shards import Shard
 from tests.benchmarks.rows import SHARED
 
 
@@ -109,3 +110,25 @@ def test_an_unknown_peer_is_refused(races: Races, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         unseen.main(["--impls", "flashgen,flex"])
     assert "an implementation is one of flashgen, sdpa-flash, sdpa-cudnn, fa3, fa4, got flex" in capsys.readouterr().err
+
+
+def test_what_is_raced_is_compiled_in_processes_of_the_same_shard(
+    races: Races, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = list[tuple[Workload, ...]]()
+
+    def compiled(part: Shard, shapes: Sequence[Workload], impls: Sequence[Impl], *others: object) -> None:
+        assert str(part) == "2/3"
+        assert {impl.name for impl in impls} <= set(PEERS)
+        called.append(tuple(shapes))
+
+    monkeypatch.setattr(unseen, "compile_part", compiled)
+    given = ["--count", "4", "--shard", "1/2", "--results", str(tmp_path)]
+    assert unseen.main([*given, "--compile-part", "2/3"]) == 0
+    assert called == [workloads(name, seed=1, count=4)[1::2] for name in SUITES]
+    assert not races.seen
+    started = list[tuple[object, ...]]()
+    monkeypatch.setattr(unseen, "prepare", lambda *given: started.append(given[:3]))
+    assert unseen.main([*given, "--prepare", "3"]) == 0
+    assert started == [("unseen", [*given, "--prepare", "3"], 3)]
+    assert sorted(map(str, races.seen)) == sorted(str(shape) for shapes in called for shape in shapes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,45 @@ def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple
     return tuple({**_USUAL, **changes, **others}.items())
 
 
+_IN_ONE: Mapping[bool, tuple[dict[str, Any], ...]] = {
+    False: (
+        {
+            "warpgroups": 1,
+            "block_n": 64,
+            "blocks_per_sm": 3,
+            "knobs": _knobs({}, ping_pong=False, softmax_reference="running"),
+        },
+        {"warpgroups": 2, "block_n": 128, "knobs": _knobs({}, softmax_reference="running")},
+        {"warpgroups": 3, "block_n": 128, "knobs": _knobs(_FREE)},
+        {"warpgroups": 4, "block_n": 64, "knobs": _knobs(_FREE, k_release="with_v")},
+    ),
+    True: (
+        {
+            "warpgroups": 1,
+            "block_n": 64,
+            "blocks_per_sm": 4,
+            "knobs": _knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2),
+        },
+        {
+            "warpgroups": 1,
+            "block_n": 128,
+            "blocks_per_sm": 2,
+            "knobs": _knobs(
+                _FREE,
+                ping_pong=False,
+                max_chains=4,
+                conditional_rescale=False,
+                softmax_reference="running",
+                heads_per_group=32,
+                v_stages=2,
+            ),
+        },
+        {"warpgroups": 3, "block_n": 128, "knobs": _knobs({**_FREE, **_SKIPPING}, q_stages=2)},
+        {"warpgroups": 4, "block_n": 64, "knobs": _knobs({**_FREE, **_SKIPPING}, q_stages=2)},
+    ),
+}
+"""Tiles of heads of up to 64 columns, by whether a mask is causal."""
+
 _IN_PARTS: Mapping[bool, tuple[dict[str, Any], ...]] = {
     False: (
         {
@@ -91,7 +130,7 @@ _IN_PARTS: Mapping[bool, tuple[dict[str, Any], ...]] = {
             "knobs": _knobs(_PARTS, ping_pong=False, softmax_reference="running"),
         },
         {"warpgroups": 2, "block_n": 128, "knobs": _knobs(_PARTS)},
-        {"warpgroups": 3, "block_n": 64, "knobs": _knobs(_PARTS)},
+        {"warpgroups": 3, "block_n": 64, "knobs": _knobs(_PARTS), "margin": 0.05},
         {"warpgroups": 3, "block_n": 128, "knobs": _knobs({**_FREE, **_PARTS}, qk_prefetch="half")},
     ),
     True: (
@@ -109,11 +148,11 @@ _IN_PARTS: Mapping[bool, tuple[dict[str, Any], ...]] = {
 """Tiles of heads that lie in two parts, by whether a mask is causal."""
 
 
-def _in_parts(causal: bool, *constants: tuple[float, float, float, float]) -> tuple[Tile, ...]:
-    """These tiles with step, overhead, lone and tail of each."""
+def _tiles(shapes: Sequence[dict[str, Any]], *constants: tuple[float, float, float, float]) -> tuple[Tile, ...]:
+    """Tiles with step, overhead, lone and tail of each."""
     return tuple(
         Tile(**shape, step=step, overhead=overhead, lone=lone, tail=tail)
-        for shape, (step, overhead, lone, tail) in zip(_IN_PARTS[causal], constants, strict=True)
+        for shape, (step, overhead, lone, tail) in zip(shapes, constants, strict=True)
     )
 
 
@@ -147,69 +186,21 @@ TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
         ),
         Tile(warpgroups=3, block_n=64, step=0.956, overhead=4, tail=0.5, margin=0.1, knobs=_knobs(_SKIPPING)),
     ),
-    (64, False): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=3,
-            step=0.850,
-            overhead=2,
-            lone=0.6,
-            knobs=_knobs({}, ping_pong=False, softmax_reference="running"),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.072, overhead=2, knobs=_knobs({}, softmax_reference="running")),
-        Tile(warpgroups=3, block_n=128, step=1.322, overhead=2, knobs=_knobs(_FREE)),
-        Tile(warpgroups=4, block_n=64, step=0.852, overhead=3, knobs=_knobs(_FREE, k_release="with_v")),
+    (64, False): _tiles(_IN_ONE[False], (0.888, 2, 0.5, 0), (1.059, 2, 1, 0), (1.381, 2, 1, 0), (0.845, 4, 1, 0)),
+    (64, True): _tiles(
+        _IN_ONE[True], (0.891, 4, 0.5, 0.25), (0.969, 2, 0.8, 0.5), (1.397, 3, 1, 0.25), (0.802, 6, 1, 0.5)
     ),
-    (64, True): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=4,
-            step=0.895,
-            overhead=2,
-            tail=0.5,
-            lone=0.6,
-            knobs=_knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2),
-        ),
-        Tile(
-            warpgroups=1,
-            block_n=128,
-            blocks_per_sm=2,
-            step=1.110,
-            overhead=1,
-            tail=0.25,
-            lone=0.8,
-            knobs=_knobs(
-                _FREE,
-                ping_pong=False,
-                max_chains=4,
-                conditional_rescale=False,
-                softmax_reference="running",
-                heads_per_group=32,
-                v_stages=2,
-            ),
-        ),
-        Tile(
-            warpgroups=3,
-            block_n=128,
-            step=1.314,
-            overhead=3,
-            tail=0.5,
-            knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2),
-        ),
-        Tile(
-            warpgroups=4,
-            block_n=64,
-            step=0.895,
-            overhead=2,
-            tail=0.75,
-            knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2),
-        ),
+    (56, False): _tiles(_IN_ONE[False], (1.109, 2, 0.5, 0), (1.106, 2, 1, 0), (1.483, 2, 1, 0), (0.917, 4, 1, 0)),
+    (56, True): _tiles(
+        _IN_ONE[True], (1.165, 3, 0.4, 0.5), (1.222, 2, 0.6, 0.25), (1.39, 3, 1, 0.25), (0.901, 5, 1, 0.5)
     ),
-    (96, False): _in_parts(False, (1.198, 2, 0.5, 0), (1.253, 2, 1, 0), (0.915, 4, 1, 0), (1.606, 3, 1, 0)),
-    (96, True): _in_parts(True, (1.003, 4, 0.5, 0.25), (1.130, 3, 1, 0.25), (0.868, 5, 1, 0.25), (1.771, 3, 1, 0.25)),
-    (80, False): _in_parts(False, (1.081, 2, 0.6, 0), (1.160, 2, 1, 0), (0.853, 4, 1, 0), (1.491, 3, 1, 0)),
-    (80, True): _in_parts(True, (0.920, 4, 0.5, 0.25), (1.069, 3, 1, 0.25), (0.858, 4, 1, 0.25), (1.830, 2, 1, 0.25)),
+    (96, False): _tiles(_IN_PARTS[False], (1.196, 2, 0.5, 0), (1.259, 2, 1, 0), (0.920, 4, 1, 0), (1.802, 2, 1, 0)),
+    (96, True): _tiles(
+        _IN_PARTS[True], (1.011, 4, 0.5, 0.25), (1.139, 3, 1, 0.25), (0.932, 4, 1, 0.25), (1.789, 3, 1, 0.25)
+    ),
+    (80, False): _tiles(_IN_PARTS[False], (1.082, 2, 0.6, 0), (1.161, 2, 1, 0), (0.854, 4, 1, 0), (1.497, 3, 1, 0)),
+    (80, True): _tiles(
+        _IN_PARTS[True], (0.920, 4, 0.5, 0.25), (1.069, 3, 1, 0.25), (0.858, 4, 1, 0.25), (1.830, 2, 1, 0.25)
+    ),
 }
 """By head dimension and whether it is causal: the tiles with which searches won, each with the rest of its config."""
