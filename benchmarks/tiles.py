@@ -65,6 +65,16 @@ SHAPES = (
 )
 """Of each class: most have one to three waves of CTAs on 132 SMs."""
 
+LONG_KEYS = (
+    "b1-h12-sq4096-sk20480",
+    "b1-h32-sq512-sk8192",
+    "b1-h40-sq300-sk3000",
+    "b2-h16-sq1024-sk6144",
+    "b4-h8-sq2048-sk4096",
+    "b8-h16-sq256-sk2500",
+)
+"""Of causal classes: most keys are seen by all queries, so that CTAs are nearly alike."""
+
 SHORT_SHAPES = (
     "b1-h4-s512",
     "b1-h16-s320",
@@ -74,6 +84,7 @@ SHORT_SHAPES = (
     "b4-h32-s201",
     "b8-h12-s128",
     "b8-h20-s128",
+    "b4-h16-sq130-sk158",
     "b8-h16-s256",
     "b16-h8-s149",
     "b16-h16-s192",
@@ -83,7 +94,7 @@ SHORT_SHAPES = (
 
 CANDIDATES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
     (head_dim, causal): TILES[columns, causal]
-    for head_dim, columns in ((40, 56), (72, 80), (112, 128))
+    for head_dim, columns in ((48, 56), (88, 96), (104, 128))
     for causal in (False, True)
 }
 """Of classes that have no table of their own, so that a race says what one would be worth."""
@@ -99,6 +110,7 @@ COLUMNS = ("workload", "warpgroups", "block_n", "ms")
 OVERHEADS = tuple(float(steps) for steps in range(9))
 LONE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 TAILS = (0.0, 0.25, 0.5, 0.75, 1.0)
+BEFORE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 """Constants that are tried."""
 
 Shape = tuple[int, int]
@@ -110,8 +122,9 @@ Times = Mapping[Workload, Mapping[Shape, float]]
 def workloads(*, candidates: bool = False, short: bool = False) -> Iterator[Workload]:
     """Every shape of every class, of `candidates`, which come first, and `short` ones, too."""
     classes = [*(CANDIDATES if candidates else ()), *TILES]
-    for (head_dim, causal), shape in itertools.product(classes, SHAPES + (SHORT_SHAPES if short else ())):
-        yield Workload.parse(f"{shape}-d{head_dim}" + ("-causal" if causal else ""))
+    for head_dim, causal in classes:
+        for shape in SHAPES + (LONG_KEYS if causal else ()) + (SHORT_SHAPES if short else ()):
+            yield Workload.parse(f"{shape}-d{head_dim}" + ("-causal" if causal else ""))
 
 
 def tiles_of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
@@ -152,7 +165,10 @@ def times_of(rows: Iterable[Mapping[str, str]]) -> dict[tuple[int, bool], dict[W
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A tile with constants of its own, and the standard deviation of the log of measured over estimated times."""
+    """A tile with constants of its own, and the standard deviation of the log of measured over estimated times.
+
+    That is of shapes with fewer keys before the first query than behind it, to which all but `before` is fitted.
+    """
 
     tile: Tile
     off_by: float
@@ -162,17 +178,27 @@ class Fit:
         """The constants with which a tile's times are the least off; its step is in us of one CTA."""
         shape = (tile.warpgroups, tile.block_n)
         known = [(Sizes.of(workload), of[shape] - LAUNCH_MS) for workload, of in times.items() if shape in of]
+
+        def logs(tried: Tile, *, before: bool) -> list[float]:
+            return [
+                math.log(ms / tried.time(sizes, sm_count, causal=causal))
+                for sizes, ms in known
+                if (causal and sizes.seqlen_k >= 2 * sizes.seqlen_q) is before
+            ]
+
         best: Fit | None = None
         for overhead, lone, tail in itertools.product(
             OVERHEADS, LONE if tile.blocks_per_sm > 1 else (1.0,), TAILS if causal else (0.0,)
         ):
-            tried = replace(tile, step=1.0, overhead=overhead, lone=lone, tail=tail)
-            logs = [math.log(ms / tried.time(sizes, sm_count, causal=causal)) for sizes, ms in known]
-            off_by = statistics.pstdev(logs)
+            tried = replace(tile, step=1.0, overhead=overhead, lone=lone, tail=tail, before=0.0)
+            found = logs(tried, before=False)
+            off_by = statistics.pstdev(found)
             if best is None or off_by < best.off_by:
-                best = cls(tile=replace(tried, step=1e3 * math.exp(statistics.mean(logs))), off_by=off_by)
+                best = cls(tile=replace(tried, step=1e3 * math.exp(statistics.mean(found))), off_by=off_by)
         assert best is not None
-        return best
+        able = (replace(best.tile, before=before) for before in BEFORE)
+        made = min(able, key=lambda tried: sum((log + math.log(1e3)) ** 2 for log in logs(tried, before=True)))
+        return replace(best, tile=made)
 
 
 def left_out(tiles: Sequence[Tile], times: Times, sm_count: int, *, causal: bool) -> list[float]:
@@ -189,7 +215,7 @@ def left_out(tiles: Sequence[Tile], times: Times, sm_count: int, *, causal: bool
 
 
 def report(rows: Iterable[Mapping[str, str]], sm_count: int) -> str:
-    """The constants of every class, and what they are worth."""
+    """The constants of every class, in the order of `tiles.CONSTANTS`, and what they are worth."""
     lines = []
     for (head_dim, causal), times in times_of(rows).items():
         raced_tiles = {shape for of in times.values() for shape in of}
@@ -201,7 +227,7 @@ def report(rows: Iterable[Mapping[str, str]], sm_count: int) -> str:
             made = fit.tile
             lines.append(
                 f"d{head_dim} {'causal' if causal else 'full':6} {64 * tile.warpgroups:3} x {tile.block_n:3}: "
-                f"step={made.step:.3f}, overhead={made.overhead:g}, lone={made.lone:g}, tail={made.tail:g}, "
+                f"({made.step:.3f}, {made.overhead:g}, {made.lone:g}, {made.tail:g}, {made.before:g}), "
                 f"off by {fit.off_by:.1%}"
             )
         ratios = left_out(tiles, times, sm_count, causal=causal)

@@ -262,11 +262,17 @@ def _reachable_packed(workload: Workload, spec: Specialization, device: Device) 
 
 
 def _other_tiles(configs: set[Config], workload: Workload, spec: Specialization, device: Device) -> set[Config]:
-    """What may serve in the place of configs of a backward pass, whose tiles have the heads that a batch takes."""
+    """What may serve in the place of configs of a backward pass, whose tiles have the heads that a batch takes.
+
+    In their order: another one serves few tiles, and lengths that have these say so.
+    """
     from flashgen.codegen.families import beside, fitted, invalid
     from flashgen.codegen.family import Sizes
 
-    tiles = {tile for one in configs for tile in beside(one, spec, device) if spec.direction == "backward"}
+    if spec.direction != "backward":
+        return set()
+    orders = {one.get("heads_per_group", 0) for one in configs}
+    tiles = {tile for one in configs for tile in beside(one, spec, device) if tile.get("heads_per_group", 0) in orders}
     able = {tile for tile in tiles if invalid(tile, spec, device) is None}
     return {fitted(tile, spec, Sizes.of(workload), device) for tile in able}
 

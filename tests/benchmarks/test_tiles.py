@@ -34,19 +34,21 @@ def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
 ) -> None:
     executor = FakeExecutor(clock=Clock())
     monkeypatch.setattr(tiles, "SHAPES", ("b1-h8-s2048", "b1-h12-s1664"))
+    monkeypatch.setattr(tiles, "LONG_KEYS", ("b1-h8-sq512-sk2048",))
     monkeypatch.setattr(tiles, "make_executor", lambda gpu: executor)
     monkeypatch.setattr(tiles, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0.0)))
     path = tmp_path / "tiles.csv"
     assert tiles.main([str(path)]) == 0
     rows = read(path)
-    assert len(rows) == 2 * sum(map(len, TILES.values()))
+    assert len(rows) == sum((2 + causal) * len(each) for (_, causal), each in TILES.items())
     assert all(float(row["ms"]) > 0 for row in rows)
     assert tiles.main([str(path)]) == 0
     assert read(path) == rows
     assert tiles.main([str(path), "--fit"]) == 0
     assert capsys.readouterr().out.count("left out:") == len(TILES)
     assert tiles.main([str(path), "--candidates"]) == 0
-    assert len(read(path)) == len(rows) + 2 * sum(map(len, CANDIDATES.values()))
+    others = sum((2 + causal) * len(each) for (_, causal), each in CANDIDATES.items())
+    assert len(read(path)) == len(rows) + others
     assert tiles.main([str(path), "--fit"]) == 0
     assert capsys.readouterr().out.count("left out:") == len(TILES) + len(CANDIDATES)
 

@@ -24,8 +24,8 @@ from flashgen.measure.protocol import specialization
 
 A100, H200 = find_device("a100"), find_device("h200")
 
-MEAN = {56: 1.03, 64: 1.013, 80: 1.017, 96: 1.015, 128: 1.011}
-WORST = {56: 1.29, 64: 1.12, 80: 1.17, 96: 1.17, 128: 1.14}
+MEAN = {40: 1.026, 56: 1.02, 64: 1.012, 72: 1.007, 80: 1.016, 96: 1.013, 112: 1.004, 128: 1.01}
+WORST = {40: 1.11, 56: 1.17, 64: 1.12, 72: 1.09, 80: 1.17, 96: 1.17, 112: 1.04, 128: 1.16}
 """Time over that of the best tile, by head dimension; with any one tile for all it is 1.10 and 1.48."""
 
 
@@ -63,7 +63,7 @@ def test_every_tile_is_a_valid_config(head_dim: int, causal: bool, dtype: str) -
 @pytest.mark.parametrize(("head_dim", "causal"), TILES)
 def test_the_tile_that_serves_is_nearly_the_best_one_wherever_it_comes_from(head_dim: int, causal: bool) -> None:
     spec, times = spec_of(head_dim, causal), measured(head_dim, causal)
-    assert len(times) >= 20
+    assert len(times) >= 13
     for tile in TILES[head_dim, causal]:
         losses = []
         for workload, by_tile in times.items():
@@ -94,8 +94,8 @@ def test_short_sequences_have_small_tiles_under_a_mask(batch: int, nheads: int, 
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "columns"), [(40, 64), (72, 80), (88, 96), (104, 128)])
-def test_heads_have_the_tiles_of_the_columns_that_they_are_padded_to(head_dim: int, columns: int, causal: bool) -> None:
+@pytest.mark.parametrize(("head_dim", "columns"), [(48, 56), (88, 96), (120, 128)])
+def test_heads_without_a_table_have_the_tiles_of_the_next_wider_ones(head_dim: int, columns: int, causal: bool) -> None:
     spec, wider = spec_of(head_dim, causal), spec_of(columns, causal)
     able = {tile_of(each) for each in beside(default_config(spec, H200), spec, H200)}
     assert able >= {tile_of(config_of(wider, tile)) for tile in TILES[columns, causal]} - {
@@ -141,6 +141,23 @@ def test_short_packed_sequences_get_small_tiles_and_long_ones_tall_tiles_whereve
     assert balanced(usual, spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=0, seqlen_k=0, sequences=1), H200)
 
 
+def test_heads_of_uneven_rows_without_a_table_leave_small_tiles() -> None:
+    """Of 8 heads of 88 and 96, 1024 queries: their rows are 176 and 192 bytes long."""
+    sizes = Sizes(batch=1, nheads=8, nheads_k=8, seqlen_q=1024, seqlen_k=1024)
+    for head_dim, rows in ((96, 1), (88, 2)):
+        spec = spec_of(head_dim, True)
+        small = config_of(spec, TILES[96, True][0])
+        assert tile_of(balanced(small, spec, sizes, H200))[0] == rows
+
+
+def test_keys_before_all_queries_take_longer_in_tiles_that_load_them_often() -> None:
+    spec = spec_of(64, True)
+    small, usual = (config_of(spec, tile) for tile in TILES[64, True][:3:2])
+    for keys, expected in ((4096, 1), (20480, 3)):
+        sizes = Sizes(batch=1, nheads=12, nheads_k=12, seqlen_q=4096, seqlen_k=keys)
+        assert {tile_of(balanced(each, spec, sizes, H200))[0] for each in (small, usual)} == {expected}
+
+
 def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     spec, sizes = spec_of(128, False), Sizes(batch=1, nheads=12, nheads_k=3, seqlen_q=1664, seqlen_k=1664)
     packed = default_config(spec, H200).replace(packed_heads=4)
@@ -152,15 +169,20 @@ def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
 
 OTHERS = {
     (128, False): 2,
-    (128, True): 6,
+    (128, True): 11,
     (64, False): 2,
-    (64, True): 4,
+    (64, True): 9,
+    (40, False): 2,
+    (40, True): 9,
     (56, False): 2,
-    (56, True): 4,
+    (56, True): 9,
+    (72, False): 2,
+    (72, True): 15,
+    (112, False): 2,
     (96, False): 2,
-    (96, True): 8,
+    (96, True): 15,
     (80, False): 2,
-    (80, True): 8,
+    (80, True): 15,
 }
 """Tiles of one warpgroup for few queries, with what else each tile's config has, and orders for few tiles."""
 

@@ -60,10 +60,13 @@ def test_explain_says_which_knob_is_another_one(ladder: Ladder) -> None:
     config = default_config(backward.specialization, H200).replace(stagger_warpgroups=False)
     ladder.user(measured(causal, config=default_config(causal.specialization, H200)), measured(backward, config=config))
     text = str(explain(few, few.specialization, H200, ladder.records()))
-    assert "with all heads in one group, since there are few tiles at these sizes" in text
+    assert "with larger groups of heads, since there are few tiles at these sizes" in text
     other = replace(backward, batch=2)
     text = str(explain(other, other.specialization, H200, ladder.records()))
-    assert "with one warpgroup ahead of the other, which is faster at these sizes" in text
+    assert "with one warpgroup ahead of the other, which is faster at these sizes: the config above" in text
+    few_tiles = replace(backward, batch=1)
+    text = str(explain(few_tiles, few_tiles.specialization, H200, ladder.records()))
+    assert "with larger groups of heads, since there are few tiles at these sizes, with one warpgroup ahead" in text
 
 
 def test_calls_of_new_lengths_get_what_the_ladder_says(ladder: Ladder) -> None:

@@ -53,7 +53,7 @@ def test_a_tree_finds_two_regimes_and_is_not_fooled_by_winners_by_chance() -> No
     assert learned.outcomes[NEAREST].worst > 1.09
     assert learned.outcomes[FREQUENT].mean > learned.outcomes[TREE].mean
     assert all(leaf.expected.worst == pytest.approx(1.01) and leaf.expected.workloads == 10 for leaf in leaves(tree))
-    assert sum(learned.timed) == 8  # at twelve lengths the default has another tile, which nobody timed
+    assert sum(learned.timed) == 11  # at nine lengths the default has another tile, which nobody timed
 
 
 def test_without_any_times_nothing_takes_the_nearest_record_s_place() -> None:

@@ -6,6 +6,7 @@ import functools
 
 from flashgen.codegen.common_groups import heads_per_tile
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
+from flashgen.codegen.common_order import heads_per_group
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.cost import CostModel, LoopKernel, Tiling
 from flashgen.codegen.head_parts import columns_of
@@ -32,7 +33,7 @@ def _tile(spec: Specialization, config: Config, name: str) -> Tiling:
         query_columns=columns_of(resources.parts(spec.head_dim, config)),
         value_columns=columns_of(resources.parts(spec.head_dim_v, config)),
         pointer_loads=False,
-        heads_per_group=config.integer("heads_per_group"),
+        heads_per_group=heads_per_group(config),
         heavy_first=spec.causal,
         walked_heads=0 if queries else heads_per_tile(config),
         steps_in_flight=2,

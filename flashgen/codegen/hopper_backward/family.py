@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile, why_pointless
 from flashgen.codegen.common_mods import has_blocks
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, why_not_head_dim, why_not_wgmma, widest_block
@@ -41,8 +42,9 @@ _COMMON = (
     ),
     Knob(
         name="heads_per_group",
-        values=(1, 2, 4, 8, 16),
-        meaning="order of tiles: 1 blocks fastest, n heads fastest in groups of n, most work first",
+        values=(1, 2, 4, 8, 16, ALL_HEADS),
+        meaning="order of tiles: 1 blocks fastest, n heads fastest in groups of n, most work first; "
+        f"{ALL_HEADS} is all",
     ),
 )
 FUSED_KNOBS = (
@@ -204,6 +206,7 @@ _WON: tuple[Changes, ...] = (
     _ONE_EACH,
     {"heads_per_group": 4},
     {"heads_per_group": 16},
+    {"heads_per_group": ALL_HEADS},
     {"dq_conversion": "tiles"},
     {"dq_conversion": "tiles", "heads_per_group": 4},
 )

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 
-from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, why_pointless
+from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, key_heads, why_pointless
+from flashgen.codegen.common_mods import has_blocks
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_wgmma import ROWS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import is_split
@@ -21,11 +23,16 @@ from flashgen.codegen.hopper_backward import resources
 from flashgen.codegen.hopper_backward.defaults import split_default
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 FEW_WAVES = 4
 """Tiles for each SM up to which heads of 128 columns are better off with staggered warpgroups under a causal mask."""
 
+ONE_GROUP_WAVES, LARGE_GROUP_WAVES, LARGE_GROUP = 3, 6, 16
+"""Tiles for each SM up to which all heads are one group under a causal mask, and up to which groups are large.
+
+Large ones are enough where the queries of all heads do not fit into the L2 cache.
+"""
 
 SHORT, ODD = 6, 11
 """Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
@@ -55,13 +62,15 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     )
     if _reads_dq_for_little(spec, config, sizes, tiles):
         config = split_default(spec, device)
-    return _staggered(spec, _with(config, tiles.best(sizes, heads_per_tile(config))), sizes, tiles)
+    config = _with(config, tiles.best(sizes, heads_per_tile(config)))
+    return _staggered(spec, _ordered(spec, config, sizes, tiles, device), sizes, tiles)
 
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """The configs that `balanced` may serve in the place of one."""
     kinds = [config, short_steps(spec, config), *([split_default(spec, device)] if _may_split(spec, config) else [])]
     found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
+    found += [in_groups(spec, other, heads) for other in found for heads in (LARGE_GROUP, ALL_HEADS)]
     found += [stagger(spec, other) for other in found]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
@@ -94,6 +103,29 @@ def stagger(spec: Specialization, config: Config) -> Config:
     if not resources.is_fused(config) or resources.prefetches_scores(config) or spec.varlen:
         return config
     return config.replace(stagger_warpgroups=True)
+
+
+def _ordered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles, device: Device) -> Config:
+    waves = tiles.count(sizes, heads_per_tile(config)) / tiles.slots
+    if not 1 < waves <= LARGE_GROUP_WAVES:
+        return config
+    own, heads = config.integer("heads_per_group"), sizes.batch * key_heads(config, sizes)
+    fits = not 0 < device.l2_bytes < sizes.batch * sizes.nheads * sizes.seqlen_q * _row_bytes(spec)
+    wanted = ALL_HEADS if heads > LARGE_GROUP and fits and waves <= ONE_GROUP_WAVES else LARGE_GROUP
+    return in_groups(spec, config, wanted) if own < heads else config
+
+
+def _row_bytes(spec: Specialization) -> int:
+    """Of what a tile of keys reads of a query: its row of Q and of dO."""
+    return (spec.head_dim + spec.head_dim_v) * DTYPE_BYTES[spec.dtype]
+
+
+@functools.lru_cache(maxsize=256)
+def in_groups(spec: Specialization, config: Config, heads: int) -> Config:
+    """A config whose heaviest tiles of so many heads begin first; as it is where tiles have no such order."""
+    if not spec.causal or spec.window or spec.varlen or has_blocks(spec) or config.integer("heads_per_group") >= heads:
+        return config
+    return config.replace(heads_per_group=heads)
 
 
 def _staggered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_loops import forward_loop
+from flashgen.codegen.common_order import heads_per_group
 from flashgen.codegen.cost import CostModel, LoopKernel, Tiling
 from flashgen.codegen.hopper_forward import resources
 from flashgen.core.compiled import Taken
@@ -21,7 +22,7 @@ def tiling(spec: Specialization, config: Config) -> Tiling:
         query_columns=resources.columns(spec.head_dim, config),
         value_columns=resources.columns(spec.head_dim_v, config),
         pointer_loads=False,
-        heads_per_group=config.integer("heads_per_group"),
+        heads_per_group=heads_per_group(config),
         heavy_first=spec.causal,
         steps_in_flight=2,
         packed_heads=resources.packed_heads(config),

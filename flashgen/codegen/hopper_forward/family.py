@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_sequences import why_not_in_pages, why_not_packed
 from flashgen.codegen.common_softcap import TANH, exact_sibling
 from flashgen.codegen.common_types import GL_DTYPES
@@ -84,8 +85,9 @@ KNOBS = (
     ),
     Knob(
         name="heads_per_group",
-        values=(1, 2, 4, 8, 16, 32),
-        meaning="tile order: 1 query blocks fastest, n heads fastest in groups of n, most keys first",
+        values=(1, 2, 4, 8, 16, 32, ALL_HEADS),
+        meaning="tile order: 1 query blocks fastest, n heads fastest in groups of n, most keys first; "
+        f"{ALL_HEADS} is all",
     ),
     Knob(
         name="masked_blocks",

@@ -36,7 +36,10 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     alone = [tile.replace(split_keys=False) for tile in tiles]
     alone += [other for tile in alone for other in short_queries.others(spec, tile, device)]
     # where keys are shared there are too few tiles for an order
-    found += [*alone, *(tile_order.in_one_group(spec, tile, device) for tile in alone)]
+    found += [
+        *alone,
+        *(tile_order.in_groups(spec, tile, heads, device) for tile in alone for heads in tile_order.GROUPS),
+    ]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 

@@ -4,7 +4,7 @@ Tiles come in groups of heads, in each the ones with the most keys first, so tha
 keys and values of a group stay in the L2 cache. Where a launch has few tiles for each SM, the long tiles of the last
 group begin when the others are nearly done, and all wait for them: then all heads are one group. On an H100 33 shapes
 with one to six waves of tiles take 1.19 times as long in groups of four heads, at most 1.44 times; two with seven waves
-take 1.04 times as long in one group.
+take 1.04 times as long in one group. With more than 32 heads that is so up to three waves; then 32 are enough.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ import functools
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_mods import has_blocks
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
-ONE_GROUP = 32
-"""The largest group of the knob, that of all heads where there are no more."""
+FEW_WAVES, ONE_GROUP_WAVES, LARGE_GROUP = 6, 3, 32
+"""Tiles for each place of an SM up to which the order decides, and up to which any number of heads is one group."""
 
-FEW_WAVES = 6
-"""Tiles for each place of an SM up to which the order decides."""
+GROUPS = (LARGE_GROUP, ALL_HEADS)
+"""Heads of a group that serve in the place of a record's."""
 
 STEEP = 2
 """Keys for each query up to which the first tiles have much fewer keys than the last ones."""
 
 
 def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """A config that was measured at other sizes, with its heads in one group where these have few tiles."""
+    """A config that was measured at other sizes, with its heads in larger groups where these have few tiles."""
     if not spec.causal or sizes.seqlen_k > STEEP * sizes.seqlen_q:
         return config
     rows, packed = resources.tile_rows(config), resources.packed_heads(config)
-    tiles = head_packing.tiles(sizes, rows, packed)
+    tiles, heads = head_packing.tiles(sizes, rows, packed), head_packing.packs(sizes, packed)
     slots = device.num_sms * config.integer("blocks_per_sm")
-    if not slots < tiles <= FEW_WAVES * slots or config.integer("heads_per_group") >= head_packing.packs(sizes, packed):
+    if not slots < tiles <= FEW_WAVES * slots:
         return config
-    return in_one_group(spec, config, device)
+    wanted = ALL_HEADS if heads > LARGE_GROUP and tiles <= ONE_GROUP_WAVES * slots else LARGE_GROUP
+    return in_groups(spec, config, wanted, device) if config.integer("heads_per_group") < heads else config
 
 
 @functools.lru_cache(maxsize=256)
-def in_one_group(spec: Specialization, config: Config, device: Device) -> Config:
-    """A config with that order; as it is where tiles have no such order, or sizes that nobody knows."""
-    if not spec.causal or spec.window or spec.varlen or has_blocks(spec):
+def in_groups(spec: Specialization, config: Config, heads: int, device: Device) -> Config:
+    """A config with groups of so many heads; as it is where tiles have no such order, or sizes that nobody knows."""
+    if not spec.causal or spec.window or spec.varlen or has_blocks(spec) or config.integer("heads_per_group") >= heads:
         return config
-    found = config.replace(heads_per_group=ONE_GROUP)
+    found = config.replace(heads_per_group=heads)
     return found if rules.invalid(spec, found, device) is None else config

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import KnobValue
@@ -23,6 +23,7 @@ class Tile:
         overhead: what a CTA takes beside its steps, in steps.
         lone: the share of its time that a CTA takes which has an SM to itself.
         tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
+        before: under a causal mask, by how much longer it takes if nearly all keys come before the first query.
         margin: by which it has to promise to be faster, where that is more than `MARGINS`; the record's own tile, too.
     """
 
@@ -34,6 +35,7 @@ class Tile:
     overhead: float
     lone: float = 1.0
     tail: float = 0.0
+    before: float = 0.0
     margin: float = 0.0
 
     def time(self, sizes: Sizes, sm_count: int, *, causal: bool) -> float:
@@ -42,18 +44,29 @@ class Tile:
         tiles, slots = -(-sizes.seqlen_q // rows), sm_count * self.blocks_per_sm
         longest = -(-sizes.seqlen_k // self.block_n) + self.overhead
         if causal:
-            if tiles * heads <= slots:
-                return self.step * longest * self._pace(tiles * heads / sm_count)
             before = max(sizes.seqlen_k - sizes.seqlen_q, 0)  # keys that the first query sees
+            step = self.step * (1 + self.before * before / max(sizes.seqlen_k, 1))
+            if tiles * heads <= slots:
+                return step * longest * self._pace(tiles * heads / sm_count)
             seen = before + min((tiles + 1) * rows, 2 * sizes.seqlen_q) / 2
             mean = min(seen, sizes.seqlen_k) / self.block_n + 0.5 + self.overhead
-            return self.step * max(self.lone * longest, mean * (tiles * heads / slots + self.tail))
+            return step * max(self.lone * longest, mean * (tiles * heads / slots + self.tail))
         waves, rest = divmod(tiles * heads, slots)
         return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
 
     def _pace(self, beside: float) -> float:
         """The share of its time that a CTA takes which has an SM for itself and so many beside it."""
         return self.lone + (1 - self.lone) * max(beside - 1, 0.0) / max(self.blocks_per_sm - 1, 1)
+
+
+class _Shape(NamedTuple):
+    """What a tile is, without what its CTAs take."""
+
+    warpgroups: int
+    block_n: int
+    blocks_per_sm: int
+    knobs: tuple[tuple[str, KnobValue], ...]
+    margin: float = 0.0
 
 
 _USUAL: dict[str, KnobValue] = {
@@ -76,131 +89,118 @@ _USUAL: dict[str, KnobValue] = {
 _FREE: dict[str, KnobValue] = {"barriers": "mbarrier", "exp_order": "free"}
 _SKIPPING: dict[str, KnobValue] = {"hidden_blocks": "skipped", "masked_blocks": "branch", "heads_per_group": 8}
 _PARTS: dict[str, KnobValue] = {"split_d": True, "v_stages": 2}
+_MANY_CHAINS: dict[str, KnobValue] = {"max_chains": 4, "conditional_rescale": False}
 
 
 def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple[str, KnobValue], ...]:
     return tuple({**_USUAL, **changes, **others}.items())
 
 
-_IN_ONE: Mapping[bool, tuple[dict[str, Any], ...]] = {
+_IN_ONE: Mapping[bool, tuple[_Shape, ...]] = {
     False: (
-        {
-            "warpgroups": 1,
-            "block_n": 64,
-            "blocks_per_sm": 3,
-            "knobs": _knobs({}, ping_pong=False, softmax_reference="running"),
-        },
-        {"warpgroups": 2, "block_n": 128, "knobs": _knobs({}, softmax_reference="running")},
-        {"warpgroups": 3, "block_n": 128, "knobs": _knobs(_FREE)},
-        {"warpgroups": 4, "block_n": 64, "knobs": _knobs(_FREE, k_release="with_v")},
+        _Shape(1, 64, 3, _knobs({}, ping_pong=False, softmax_reference="running")),
+        _Shape(2, 128, 1, _knobs({}, softmax_reference="running")),
+        _Shape(3, 128, 1, _knobs(_FREE)),
+        _Shape(4, 64, 1, _knobs(_FREE, k_release="with_v")),
     ),
     True: (
-        {
-            "warpgroups": 1,
-            "block_n": 64,
-            "blocks_per_sm": 4,
-            "knobs": _knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2),
-        },
-        {
-            "warpgroups": 1,
-            "block_n": 128,
-            "blocks_per_sm": 2,
-            "knobs": _knobs(
-                _FREE,
+        _Shape(1, 64, 4, _knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2)),
+        _Shape(
+            1,
+            128,
+            2,
+            _knobs(
+                {**_FREE, **_MANY_CHAINS},
                 ping_pong=False,
-                max_chains=4,
-                conditional_rescale=False,
                 softmax_reference="running",
                 heads_per_group=32,
                 v_stages=2,
             ),
-        },
-        {"warpgroups": 3, "block_n": 128, "knobs": _knobs({**_FREE, **_SKIPPING}, q_stages=2)},
-        {"warpgroups": 4, "block_n": 64, "knobs": _knobs({**_FREE, **_SKIPPING}, q_stages=2)},
+        ),
+        _Shape(3, 128, 1, _knobs({**_FREE, **_SKIPPING}, q_stages=2)),
+        _Shape(4, 64, 1, _knobs({**_FREE, **_SKIPPING}, q_stages=2)),
     ),
 }
 """Tiles of heads of up to 64 columns, by whether a mask is causal."""
 
-_IN_PARTS: Mapping[bool, tuple[dict[str, Any], ...]] = {
+_IN_PARTS: Mapping[bool, tuple[_Shape, ...]] = {
     False: (
-        {
-            "warpgroups": 1,
-            "block_n": 64,
-            "blocks_per_sm": 3,
-            "knobs": _knobs(_PARTS, ping_pong=False, softmax_reference="running"),
-        },
-        {"warpgroups": 2, "block_n": 128, "knobs": _knobs(_PARTS)},
-        {"warpgroups": 3, "block_n": 64, "knobs": _knobs(_PARTS), "margin": 0.05},
-        {"warpgroups": 3, "block_n": 128, "knobs": _knobs({**_FREE, **_PARTS}, qk_prefetch="half")},
+        _Shape(1, 64, 3, _knobs(_PARTS, ping_pong=False, softmax_reference="running")),
+        _Shape(2, 128, 1, _knobs(_PARTS)),
+        _Shape(3, 64, 1, _knobs(_PARTS), margin=0.05),
+        _Shape(3, 128, 1, _knobs({**_FREE, **_PARTS}, qk_prefetch="half")),
     ),
     True: (
-        {
-            "warpgroups": 1,
-            "block_n": 64,
-            "blocks_per_sm": 3,
-            "knobs": _knobs({**_FREE, **_PARTS}, ping_pong=False, heads_per_group=32),
-        },
-        {"warpgroups": 2, "block_n": 128, "knobs": _knobs(_PARTS, heads_per_group=8)},
-        {"warpgroups": 3, "block_n": 64, "knobs": _knobs({**_SKIPPING, **_PARTS}), "margin": 0.1},
-        {"warpgroups": 3, "block_n": 128, "knobs": _knobs({**_FREE, **_SKIPPING, **_PARTS}, qk_prefetch="half")},
+        _Shape(1, 64, 3, _knobs({**_FREE, **_PARTS}, ping_pong=False, heads_per_group=32)),
+        _Shape(2, 128, 1, _knobs(_PARTS, heads_per_group=8)),
+        _Shape(3, 64, 1, _knobs({**_SKIPPING, **_PARTS}), margin=0.1),
+        _Shape(3, 128, 1, _knobs({**_FREE, **_SKIPPING, **_PARTS}, qk_prefetch="half")),
     ),
 }
-"""Tiles of heads that lie in two parts, by whether a mask is causal."""
+"""The same of heads that lie in two parts, of up to 96 columns."""
+
+_IN_TWO: Mapping[bool, tuple[_Shape, ...]] = {
+    False: (
+        _Shape(1, 64, 2, _knobs({}, ping_pong=False, softmax_reference="running", v_stages=2)),
+        _Shape(2, 128, 1, _knobs({}, v_stages=2)),
+        _Shape(3, 64, 1, _knobs({}), margin=0.05),
+    ),
+    True: (
+        _Shape(1, 64, 2, _knobs(_FREE, ping_pong=False, heads_per_group=32, v_stages=2), margin=0.08),
+        _Shape(2, 128, 1, _knobs({}, heads_per_group=8, v_stages=2)),
+        _Shape(3, 64, 1, _knobs(_SKIPPING), margin=0.1),
+    ),
+}
+"""The same of heads of up to 128 columns."""
+
+CONSTANTS: Mapping[tuple[int, bool], tuple[tuple[float, float, float, float, float], ...]] = {
+    (40, False): ((1.557, 1, 0.4, 0, 0), (1.107, 2, 1, 0, 0), (1.282, 3, 1, 0, 0), (0.814, 5, 1, 0, 0)),
+    (40, True): ((1.320, 3, 0.4, 1, 0), (1.658, 2, 0.4, 0, 0.2), (1.387, 3, 1, 0, 0), (0.763, 7, 1, 0.5, 0.1)),
+    (56, False): ((1.104, 2, 0.5, 0, 0), (1.105, 2, 1, 0, 0), (1.485, 2, 1, 0, 0), (0.916, 4, 1, 0, 0)),
+    (56, True): (
+        (1.155, 3, 0.4, 0.5, 0.3),
+        (1.215, 2, 0.6, 0.25, 0.3),
+        (1.389, 3, 1, 0.25, 0),
+        (0.898, 5, 1, 0.5, 0.1),
+    ),
+    (64, False): ((0.887, 2, 0.5, 0, 0), (1.059, 2, 1, 0, 0), (1.384, 2, 1, 0, 0), (0.845, 4, 1, 0, 0)),
+    (64, True): (
+        (0.881, 4, 0.5, 0.25, 0.4),
+        (0.966, 2, 0.8, 0.5, 0.2),
+        (1.394, 3, 1, 0.25, 0),
+        (0.829, 6, 1, 0.25, 0.2),
+    ),
+    (72, False): ((1.545, 2, 0.4, 0, 0), (1.127, 3, 1, 0, 0), (0.901, 4, 1, 0, 0), (1.546, 3, 1, 0, 0)),
+    (72, True): ((1.343, 3, 0.4, 0.25, 0.2), (1.124, 3, 1, 0, 0.1), (0.848, 4, 1, 0.25, 0), (1.658, 3, 1, 0.25, 0)),
+    (80, False): ((1.082, 2, 0.6, 0, 0), (1.161, 2, 1, 0, 0), (0.854, 4, 1, 0, 0), (1.497, 3, 1, 0, 0)),
+    (80, True): (
+        (0.913, 4, 0.5, 0.25, 0.3),
+        (1.061, 3, 1, 0.25, 0.3),
+        (0.855, 4, 1, 0.25, 0.2),
+        (1.609, 3, 1, 0.25, 0.2),
+    ),
+    (96, False): ((1.195, 2, 0.5, 0, 0), (1.262, 2, 1, 0, 0), (0.919, 4, 1, 0, 0), (1.803, 2, 1, 0, 0)),
+    (96, True): (
+        (1.003, 4, 0.5, 0.25, 0.2),
+        (1.132, 3, 1, 0.25, 0.2),
+        (0.929, 4, 1, 0.25, 0.1),
+        (1.781, 3, 1, 0.25, 0.1),
+    ),
+    (112, False): ((1.054, 2, 0.6, 0, 0), (1.476, 2, 1, 0, 0), (1.082, 3, 1, 0, 0)),
+    (128, False): ((0.922, 3, 0.6, 0, 0), (1.405, 2, 1, 0, 0), (0.991, 4, 1, 0, 0)),
+    (128, True): ((0.944, 4, 0.6, 0, 0.3), (1.304, 2, 1, 0.5, 0.2), (0.955, 4, 1, 0.5, 0.1)),
+}
+"""Step, overhead, lone, tail and before of each tile of a class: what `benchmarks.tiles --fit` makes of times."""
 
 
-def _tiles(shapes: Sequence[dict[str, Any]], *constants: tuple[float, float, float, float]) -> tuple[Tile, ...]:
-    """Tiles with step, overhead, lone and tail of each."""
+def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
+    """The tiles of a class that has constants."""
+    shapes = (_IN_ONE if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _IN_TWO)[causal]
     return tuple(
-        Tile(**shape, step=step, overhead=overhead, lone=lone, tail=tail)
-        for shape, (step, overhead, lone, tail) in zip(shapes, constants, strict=True)
+        Tile(**shape._asdict(), step=step, overhead=overhead, lone=lone, tail=tail, before=before)
+        for shape, (step, overhead, lone, tail, before) in zip(shapes, CONSTANTS[head_dim, causal], strict=True)
     )
 
 
-TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
-    (128, False): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=2,
-            step=0.926,
-            overhead=3,
-            lone=0.6,
-            knobs=_knobs({}, ping_pong=False, softmax_reference="running", v_stages=2),
-        ),
-        Tile(warpgroups=2, block_n=128, step=1.402, overhead=2, knobs=_knobs({}, v_stages=2)),
-        Tile(warpgroups=3, block_n=64, step=0.994, overhead=4, knobs=_knobs({})),
-    ),
-    (128, True): (
-        Tile(
-            warpgroups=1,
-            block_n=64,
-            blocks_per_sm=2,
-            step=0.941,
-            overhead=3,
-            lone=0.7,
-            tail=0.25,
-            knobs=_knobs(_FREE, ping_pong=False, heads_per_group=32, v_stages=2),
-        ),
-        Tile(
-            warpgroups=2, block_n=128, step=1.303, overhead=2, tail=0.5, knobs=_knobs({}, heads_per_group=8, v_stages=2)
-        ),
-        Tile(warpgroups=3, block_n=64, step=0.956, overhead=4, tail=0.5, margin=0.1, knobs=_knobs(_SKIPPING)),
-    ),
-    (64, False): _tiles(_IN_ONE[False], (0.888, 2, 0.5, 0), (1.059, 2, 1, 0), (1.381, 2, 1, 0), (0.845, 4, 1, 0)),
-    (64, True): _tiles(
-        _IN_ONE[True], (0.891, 4, 0.5, 0.25), (0.969, 2, 0.8, 0.5), (1.397, 3, 1, 0.25), (0.802, 6, 1, 0.5)
-    ),
-    (56, False): _tiles(_IN_ONE[False], (1.109, 2, 0.5, 0), (1.106, 2, 1, 0), (1.483, 2, 1, 0), (0.917, 4, 1, 0)),
-    (56, True): _tiles(
-        _IN_ONE[True], (1.165, 3, 0.4, 0.5), (1.222, 2, 0.6, 0.25), (1.39, 3, 1, 0.25), (0.901, 5, 1, 0.5)
-    ),
-    (96, False): _tiles(_IN_PARTS[False], (1.196, 2, 0.5, 0), (1.259, 2, 1, 0), (0.920, 4, 1, 0), (1.802, 2, 1, 0)),
-    (96, True): _tiles(
-        _IN_PARTS[True], (1.011, 4, 0.5, 0.25), (1.139, 3, 1, 0.25), (0.932, 4, 1, 0.25), (1.789, 3, 1, 0.25)
-    ),
-    (80, False): _tiles(_IN_PARTS[False], (1.082, 2, 0.6, 0), (1.161, 2, 1, 0), (0.854, 4, 1, 0), (1.497, 3, 1, 0)),
-    (80, True): _tiles(
-        _IN_PARTS[True], (0.920, 4, 0.5, 0.25), (1.069, 3, 1, 0.25), (0.858, 4, 1, 0.25), (1.830, 2, 1, 0.25)
-    ),
-}
+TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {each: _of(*each) for each in CONSTANTS}
 """By head dimension and whether it is causal: the tiles with which searches won, each with the rest of its config."""

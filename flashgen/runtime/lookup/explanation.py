@@ -167,13 +167,13 @@ _COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them, w
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 _WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"
 _WITH_OTHER_FAMILY = "of another family, which is faster at these sizes: the config above"
-_WITH_ONE_KNOB = {
-    "split_keys": "with CTAs that share the keys of a tile, of which there are few at these sizes: the config above",
-    "heads_per_group": "with all heads in one group, since there are few tiles at these sizes: the config above",
-    "block_m": "with steps of 64 queries, of which there are few: the config above",
-    "stagger_warpgroups": "with one warpgroup ahead of the other, which is faster at these sizes: the config above",
+_WITH_KNOBS = {
+    "split_keys": "with CTAs that share the keys of a tile, of which there are few at these sizes",
+    "heads_per_group": "with larger groups of heads, since there are few tiles at these sizes",
+    "block_m": "with steps of 64 queries, of which there are few",
+    "stagger_warpgroups": "with one warpgroup ahead of the other, which is faster at these sizes",
 }
-"""What `balanced` changed, where that is one knob."""
+"""What `balanced` changed, where that is these knobs alone."""
 
 _WITHOUT_PAGES = "measured without pages, over which the config above serves"
 
@@ -184,7 +184,9 @@ def _with_what(measured: Config, balanced_config: Config) -> str:
         return _WITH_OTHER_FAMILY
     known = dict(measured.knobs)
     changed = [knob for knob, value in balanced_config.knobs if known.get(knob) != value]
-    return _WITH_ONE_KNOB.get(changed[0], _WITH_OTHER_TILE) if len(changed) == 1 else _WITH_OTHER_TILE
+    if not all(knob in _WITH_KNOBS for knob in changed):
+        return _WITH_OTHER_TILE
+    return ", ".join(_WITH_KNOBS[knob] for knob in changed) + ": the config above"
 
 
 def _record_lines(
