@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.core.config import Config
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Specialization
@@ -70,6 +71,22 @@ def test_gradients_of_every_feature(name: str, deterministic: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_head_dimensions(head_dim: int, causal: bool) -> None:
     assert_gradients(qkv(head_dim=head_dim), {"causal": causal})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "nheads", "nheads_k", "seqlen", "head_dim"),
+    [(3, 15, 15, 300, 128), (2, 24, 24, 300, 64), (2, 12, 12, 330, 256), (2, 12, 12, 330, 192), (4, 16, 8, 600, 128)],
+)
+def test_gradients_of_few_tiles_of_many_heads(
+    batch: int, nheads: int, nheads_k: int, seqlen: int, head_dim: int, deterministic: bool
+) -> None:
+    inputs = qkv(batch, nheads, nheads_k, seqlen, seqlen, head_dim)
+    arguments = {"causal": True, "deterministic": deterministic}
+    served = flashgen.explain(*inputs, **arguments, direction="backward").served
+    if served.config.family in ("hopper_backward_fused", "hopper_backward_split"):
+        assert served.config["heads_per_group"] == ALL_HEADS
+    assert_gradients(inputs, arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
