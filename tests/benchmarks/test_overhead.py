@@ -17,7 +17,6 @@ from benchmarks import first_call, overhead, overhead_cases
 from benchmarks.overhead import MOST_LOOPS, time_cases
 from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, new_seqlens, write_records
 from benchmarks.overhead_decode import decode_cases, new_batches
-from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.device import find_device
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
@@ -83,15 +82,42 @@ def test_every_new_length_is_new() -> None:
     assert q.stride(3) == 1
 
 
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize("loads", ["pointer", "descriptor", overhead_cases.HOPPER])
 def test_every_length_is_served_by_the_kernel_under_test(loads: str, tmp_path: Path) -> None:
     device = find_device("h200")
-    config = PORTABLE_FORWARD.default(SMALL.specialization, device).replace(loads=loads)
+    config = overhead_cases.config_of(loads, device)
+    assert config is not None
     write_records(tmp_path / "records.sqlite3", config, device)
     records = Records(Layers.open([tmp_path / "records.sqlite3"]))
-    for seqlen in [SMALL.seqlen_q, *(q.shape[2] for n in (0, 40, MOST_LOOPS) for q, _, _ in new_seqlens()(n, 20))]:
-        workload = SMALL.with_shape(seqlen_q=seqlen, seqlen_k=seqlen)
-        assert resolve(workload, SMALL.specialization, device, records).config == config
+    lengths = [SMALL.seqlen_q, *(q.shape[2] for n in (0, 40, MOST_LOOPS) for q, _, _ in new_seqlens()(n, 20))]
+    shapes = [SMALL.with_shape(seqlen_q=seqlen, seqlen_k=seqlen) for seqlen in lengths]
+    found = [resolve(shape, SMALL.specialization, device, records).config for shape in shapes]
+    assert found[0] == config
+    assert set(found) <= overhead_cases.serving(config, device)
+    assert (len(set(found)) > 1) is (loads == overhead_cases.HOPPER), "whose tiles suit the sizes"
+
+
+def test_what_serves_other_lengths_is_compiled_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = find_device("h200")
+    config = overhead_cases.config_of(overhead_cases.HOPPER, device)
+    assert config is not None
+    some, strange = sorted(overhead_cases.serving(config, device) - {config}, key=str)[:2], config.replace(q_stages=2)
+    called, reloads = list[int](), list[None]()
+
+    def explained(q: torch.Tensor, *others: torch.Tensor, causal: bool) -> SimpleNamespace:
+        length = q.shape[2]
+        served = config if length == SMALL.seqlen_q else wrong if length == 300 else some[length > 200]
+        return SimpleNamespace(served=SimpleNamespace(config=served, rung=5))
+
+    wrong = some[1]
+    monkeypatch.setattr(overhead_cases.flashgen, "explain", explained)
+    monkeypatch.setattr(overhead_cases.flashgen, "reload", lambda: reloads.append(None))
+    monkeypatch.setattr(overhead_cases, "_attention", lambda q, k, v: called.append(q.shape[2]))
+    overhead_cases.make_ready(config, device)
+    assert (called, len(reloads)) == ([SMALL.seqlen_q, 65, 201], 1)
+    wrong = strange
+    with pytest.raises(RuntimeError, match="the records made for this benchmark must serve"):
+        overhead_cases.make_ready(config, device)
 
 
 @pytest.mark.parametrize("argument", ["--calls=0", "--calls=1000", "--loops=1000"])
