@@ -22,6 +22,14 @@ HEADS_PER_TILE = Knob(
     implied=True,
 )
 
+QUERY_SHARES = Knob(
+    name="query_shares",
+    values=(1, 2, 4),
+    meaning="tiles of one block of keys, each with a share of the queries that see it, whose sums are added",
+    default=1,
+    implied=True,
+)
+
 BY_RULE = (0, 1, 2)
 """Values that serve without a record of the sizes: 4 heads were at most 5% faster than 2."""
 
@@ -119,6 +127,18 @@ def heads_per_tile(config: Config) -> int:
     return heads
 
 
+def query_shares(config: Config) -> int:
+    """Tiles that share the queries which see a block of keys; 1 also in a config that is older than the knob."""
+    shares = config.get("query_shares", 1)
+    assert isinstance(shares, int)
+    return shares
+
+
+def leaves_sums(config: Config) -> bool:
+    """Whether sums of dk and dv of a tile are some of those of its keys, which another kernel adds."""
+    return heads_per_tile(config) > 0 or query_shares(config) > 1
+
+
 def why_pointless(config: Config, sizes: Sizes) -> str | None:
     """The reason why sums go through memory for nothing at these sizes, or None."""
     heads, group = heads_per_tile(config), sizes.nheads // sizes.nheads_k
@@ -128,13 +148,13 @@ def why_pointless(config: Config, sizes: Sizes) -> str | None:
 
 
 def key_heads(config: Config, sizes: Sizes) -> int:
-    """Heads of keys, times the tiles that share the query heads of one."""
-    return sizes.nheads_k * parts_of(sizes.nheads // sizes.nheads_k, heads_per_tile(config))
+    """Heads of keys, times the tiles that share the query heads of one, and their queries."""
+    return sizes.nheads_k * parts_of(sizes.nheads // sizes.nheads_k, heads_per_tile(config)) * query_shares(config)
 
 
 def sums_of_parts(config: Config, sizes: Sizes, columns: int, columns_v: int) -> tuple[Scratch, ...]:
-    """The sums of dk and dv of tiles with some heads of a group, in rows of so many columns."""
-    if not heads_per_tile(config):
+    """The sums of dk and dv of tiles with some heads of a group, or some queries, in rows of so many columns."""
+    if not leaves_sums(config):
         return ()
     rows = sizes.batch * key_heads(config, sizes) * sizes.seqlen_k
     return Scratch(name="dk_parts", shape=(rows, columns)), Scratch(name="dv_parts", shape=(rows, columns_v))

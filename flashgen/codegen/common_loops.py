@@ -78,10 +78,19 @@ def of_shares(loop: Loop, w: Workload, splits: int) -> Loop:
     """
     if splits == 1:
         return loop
-    full = [f * (n + 1) // splits - f * n // splits for f in loop.steps.full for n in range(splits)]
-    masked = [m if n == splits - 1 else 0 for m in loop.steps.masked for n in range(splits)]
     moved = 2 * splits * _query_rows(w) * w.head_dim_v * FP32_BYTES
-    return replace(loop, steps=Steps(full=tuple(full), masked=tuple(masked)), tensor_bytes=loop.tensor_bytes + moved)
+    return replace(
+        loop, steps=_in_shares(loop.steps, splits, masked=splits - 1), tensor_bytes=loop.tensor_bytes + moved
+    )
+
+
+def _in_shares(steps: Steps, shares: int, *, masked: int) -> Steps:
+    """The steps of so many programs for each block, of which the one of this number has the masked ones."""
+    if shares == 1:
+        return steps
+    full = [f * (n + 1) // shares - f * n // shares for f in steps.full for n in range(shares)]
+    hidden = [m if n == masked else 0 for m in steps.masked for n in range(shares)]
+    return Steps(full=tuple(full), masked=tuple(hidden))
 
 
 def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
@@ -89,14 +98,15 @@ def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
     d, dv, size = tile.query_columns, tile.value_columns, DTYPE_BYTES[w.dtype]
     added = d if added_trips else 0
     group = w.nheads // w.nheads_k
-    parts = parts_of(group, tile.walked_heads)
+    parts, shares = parts_of(group, tile.walked_heads), tile.query_shares
     # sums of parts are written, and read by another kernel
-    parts_bytes = 2 * w.batch * w.nheads_k * parts * w.seqlen_k * (d + dv) * FP32_BYTES if tile.walked_heads else 0
+    sums = shares * parts if tile.walked_heads or shares > 1 else 0
+    parts_bytes = 2 * w.batch * w.nheads_k * sums * w.seqlen_k * (d + dv) * FP32_BYTES
     walked = _query_rows(w) * ((w.head_dim + w.head_dim_v) * size + STATISTICS_BYTES)
     return Loop(
         rows=tile.block_n,
         columns=tile.block_m,
-        steps=key_steps(w, tile.block_m, tile.block_n),
+        steps=_in_shares(key_steps(w, tile.block_m, tile.block_n), shares, masked=0),
         heads=w.batch * w.nheads_k * parts,
         repeats=-(-group // parts),
         head_columns=2 * d + 2 * dv + added,

@@ -31,6 +31,7 @@ class Tiling:
         steps_in_flight: steps that one warp works on at once: 2 where the next one's products hide a softmax.
         packed_heads: heads that share keys, whose rows the query rows are.
         walked_heads: query heads of a group that a program which owns keys walks over; 0 means all.
+        query_shares: programs that share the queries of such keys.
         precision: how fp32 tiles are multiplied, as Triton calls it; empty where elements have 16 bits.
         hardware_tanh: whether one special function computes the tanh of a softcap.
     """
@@ -47,6 +48,7 @@ class Tiling:
     steps_in_flight: int = 1
     packed_heads: int = 1
     walked_heads: int = 0
+    query_shares: int = 1
     precision: str = ""
     hardware_tanh: bool = False
 

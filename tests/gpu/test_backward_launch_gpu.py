@@ -172,6 +172,17 @@ def test_tiles_of_some_heads_of_a_group_give_the_gradients(heads: int, key: str,
     _gives_the_gradients(row, spec, row.default(spec, device).replace(heads_per_tile=heads))
 
 
+@pytest.mark.parametrize("heads", [0, 1, 2])
+@pytest.mark.parametrize("shares", [2, 4])
+@pytest.mark.parametrize("key", ["bwd-bf16-d64", "bwd-fp16-d96-causal", "bwd-bf16-d128-causal", "bwd-fp16-d128"])
+def test_tiles_that_share_queries_give_the_gradients(key: str, shares: int, heads: int) -> None:
+    spec, device = Specialization.parse(key), current_device()
+    row = family("hopper_backward_fused")
+    if unsupported(row, spec, device) is not None:
+        pytest.skip("needs a Hopper GPU")
+    _gives_the_gradients(row, spec, row.default(spec, device).replace(query_shares=shares, heads_per_tile=heads))
+
+
 @pytest.mark.parametrize("split_d", [True, False])
 @pytest.mark.parametrize("key", ["bwd-bf16-d192-causal", "bwd-fp16-d160", "bwd-bf16-d136-window", "bwd-fp16-d192"])
 def test_products_of_a_head_in_two_parts_or_whole_give_the_gradients(key: str, split_d: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from flashgen.codegen.common_groups import heads_per_tile
+from flashgen.codegen.common_groups import heads_per_tile, query_shares
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
 from flashgen.codegen.common_order import heads_per_group
 from flashgen.codegen.common_wgmma import ROWS
@@ -36,6 +36,7 @@ def _tile(spec: Specialization, config: Config, name: str) -> Tiling:
         heads_per_group=heads_per_group(config),
         heavy_first=spec.causal,
         walked_heads=0 if queries else heads_per_tile(config),
+        query_shares=1 if queries else query_shares(config),
         steps_in_flight=2,
     )
 
@@ -71,7 +72,7 @@ FUSED_COST_MODEL = CostModel(
     kernels=(
         LoopKernel(
             name="main",
-            knobs=_KNOBS,
+            knobs=(*_KNOBS, "query_shares"),
             tile=functools.partial(_tile, name="main"),
             loop=functools.partial(owning_keys, added_trips=TMA_TRIPS),
             taken=_taken,

@@ -18,6 +18,7 @@ def fused_default(spec: Specialization, device: Device) -> Config:
         "stagger_warpgroups": True,
         "qk_prefetch": False,
         "accumulator_init": "upfront",
+        "query_shares": 1,
     }
     return Config.of(FUSED_ID, {**_common_default(spec), **own})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile, why_pointless
+from flashgen.codegen.common_groups import HEADS_PER_TILE, QUERY_SHARES, heads_per_tile, leaves_sums, query_shares
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_sequences import why_not_packed
@@ -71,6 +71,7 @@ FUSED_KNOBS = (
         former="scores",
     ),
     HEADS_PER_TILE,
+    QUERY_SHARES,
 )
 SPLIT_KNOBS = (
     *_COMMON,
@@ -121,6 +122,7 @@ def _why_not_scores(spec: Specialization) -> str | None:
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     return (
         _why_meaningless(spec, config)
+        or _why_not_shared(spec, config)
         or _why_not_parts(spec, config)
         or _why_not_packed(spec, config)
         or (_why_impossible_conversion if resources.is_fused(config) else _why_pointless_step)(spec, config, device)
@@ -136,6 +138,12 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "tiles with the most queries start first, and only groups of heads have an order for that"
     if not (spec.causal or spec.window or spec.varlen or has_blocks(spec)) and config["heads_per_group"] != 1:
         return "without a mask all tiles are equally heavy"
+    return None
+
+
+def _why_not_shared(spec: Specialization, config: Config) -> str | None:
+    if query_shares(config) > 1 and not heads.is_plain(spec):
+        return "tiles share queries where there is nothing but a causal mask"
     return None
 
 
@@ -160,7 +168,7 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
         return None
     if not config["persistent"]:
         return "tiles of two kinds are for programs that fetch them"
-    if heads_per_tile(config):
+    if leaves_sums(config):
         return "the tiles of a head that end before it is converted are counted where they have all heads of a group"
     if has_blocks(spec):
         return "the tiles of a head that end before it is converted are counted where all walk the same queries"
@@ -225,9 +233,12 @@ _ORDERS: tuple[Changes, ...] = (
 )
 """Other orders of a step, of which each won at some length."""
 
+_SHARED: tuple[Changes, ...] = ({"query_shares": 2}, {"query_shares": 4})
+"""Not timed yet: sizes with few tiles say whether they are for them."""
+
 
 def _fused_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    return _valid(spec, device, fused_default(spec, device), (*_ORDERS, *_WON))
+    return _valid(spec, device, fused_default(spec, device), (*_ORDERS, *_WON, *_SHARED))
 
 
 def _split_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
@@ -237,6 +248,10 @@ def _split_seed_configs(spec: Specialization, device: Device) -> tuple[Config, .
 def _valid(spec: Specialization, device: Device, default: Config, changes: Sequence[Changes]) -> tuple[Config, ...]:
     found = dict.fromkeys(default.replace(**each) for each in changes)
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
+
+
+def _fused_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    return {} if heads.is_plain(spec) else {QUERY_SHARES.name: (1,)}
 
 
 def _split_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
@@ -256,12 +271,13 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     unsupported=_why_not_fused,
     invalid=_why_invalid,
     default=fused_default,
+    allowed_values=_fused_values,
     template_values=text.values,
     kernels=kernels.kernels,
     scratch=kernels.scratch,
     seed_configs=_fused_seed_configs,
     fitted=heads.fitted,
-    poor_at_sizes=why_pointless,
+    poor_at_sizes=heads.poor_at_sizes,
     balanced=heads.balanced,
     beside=heads.beside,
     # a step has fewer scores there

@@ -13,7 +13,14 @@ from __future__ import annotations
 
 import functools
 
-from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, key_heads, why_pointless
+from flashgen.codegen.common_groups import (
+    BY_RULE,
+    KeyTiles,
+    heads_per_tile,
+    key_heads,
+    query_shares,
+    why_pointless,
+)
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_wgmma import ROWS, widest_block
@@ -37,14 +44,36 @@ Large ones are enough where the queries of all heads do not fit into the L2 cach
 SHORT, ODD = 6, 11
 """Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
 
+KEYS, SHARED_WAVES = 128, 2
+"""Keys of a tile with all columns of a head in registers, and tiles for each SM up to which they may share queries."""
+
 FEW_BLOCKS, MANY_TILES = 4, 3
 """Blocks of keys up to which, and tiles of one query head for each SM above which, a kernel of its own computes dq of
 wider heads."""
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """The same without sums in memory where a tile has all heads of a group anyway."""
-    return config if why_pointless(config, sizes) is None else config.replace(heads_per_tile=0)
+    """The same without sums in memory where a tile has all heads of a group anyway, or where there are many tiles."""
+    if why_pointless(config, sizes) is not None:
+        config = config.replace(heads_per_tile=0)
+    return config if _why_not_shared(config, sizes) is None else _alone(config)
+
+
+def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
+    """The reason why sums go through memory for nothing at these sizes, or None."""
+    return why_pointless(config, sizes) or _why_not_shared(config, sizes)
+
+
+def _why_not_shared(config: Config, sizes: Sizes) -> str | None:
+    shares = query_shares(config)
+    if shares == 1:
+        return None
+    if -(-sizes.seqlen_q // config.integer("block_m")) < 2 * shares:
+        return f"{shares} tiles share the queries of a head, which has few blocks of these: {sizes.seqlen_q} queries"
+    tiles = sizes.batch * key_heads(config, sizes) // shares * -(-sizes.seqlen_k // KEYS)
+    if tiles > SHARED_WAVES * resources.NUM_SMS:
+        return f"there are {tiles} tiles, which fill all SMs without sharing queries"
+    return None
 
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -68,17 +97,23 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """The configs that `balanced` may serve in the place of one."""
-    kinds = [config, short_steps(spec, config), *([split_default(spec, device)] if _may_split(spec, config) else [])]
+    fused = [kind for own in (config, _alone(config)) for kind in (own, short_steps(spec, own))]
+    kinds = [*fused, *([split_default(spec, device)] if _may_split(spec, config) else [])]
     found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
     found += [in_groups(spec, other, heads) for other in found for heads in (LARGE_GROUP, ALL_HEADS)]
     found += [stagger(spec, other) for other in found]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 
+def _alone(config: Config) -> Config:
+    """A config whose tiles share no queries."""
+    return config if query_shares(config) == 1 else config.replace(query_shares=1)
+
+
 @functools.lru_cache(maxsize=256)
 def short_steps(spec: Specialization, config: Config) -> Config:
     """A config with steps of 64 queries; as it is where nobody timed them."""
-    if not resources.is_fused(config) or resources.prefetches_scores(config) or not _is_plain(spec):
+    if not resources.is_fused(config) or resources.prefetches_scores(config) or not is_plain(spec):
         return config
     return config.replace(block_m=ROWS)
 
@@ -90,10 +125,11 @@ def _reads_dq_for_little(spec: Specialization, config: Config, sizes: Sizes, til
 
 
 def _may_split(spec: Specialization, config: Config) -> bool:
-    return resources.is_fused(config) and ROWS < widest_block(spec) <= 2 * ROWS and _is_plain(spec)
+    return resources.is_fused(config) and ROWS < widest_block(spec) <= 2 * ROWS and is_plain(spec)
 
 
-def _is_plain(spec: Specialization) -> bool:
+def is_plain(spec: Specialization) -> bool:
+    """Whether a specialization has no feature but a causal mask."""
     return not (spec.varlen or spec.window or spec.mods or spec.mask or spec.softcap or spec.alibi)
 
 

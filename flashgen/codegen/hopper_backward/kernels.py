@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from flashgen.codegen.common_groups import heads_per_tile, key_heads, programs_of_sums, sums_of_parts
+from flashgen.codegen.common_groups import key_heads, leaves_sums, programs_of_sums, sums_of_parts
 from flashgen.codegen.common_mods import mod_parameters
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import SEQUENCE_POINTERS, SEQUENCE_SIZES, key_blocks, sequence_parameters
@@ -37,7 +37,7 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     found = [_prepare(spec, config), _over_keys(spec, config)]
     if not resources.converts(config):
         found.append(_finish(spec, config) if resources.is_fused(config) else _over_queries(spec, config))
-    if heads_per_tile(config):
+    if leaves_sums(config):
         found.append(_sum(spec, config))
     # all but the first read what kernels in front of them wrote, and wait for those themselves
     return (found[0], *(dataclasses.replace(kernel, overlaps=True) for kernel in found[1:]))

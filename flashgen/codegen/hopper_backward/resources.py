@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.codegen.common_groups import heads_per_tile
+from flashgen.codegen.common_groups import leaves_sums
 from flashgen.codegen.common_wgmma import (
     BARRIER_BYTES,
     FIRST_NAMED_BARRIER,
@@ -103,7 +103,7 @@ def prefetches_scores(config: Config) -> bool:
 
 def key_gradients(config: Config) -> tuple[str, str]:
     """The parameters for dk and dv of a tile: descriptors of both, or fp32 sums that the last kernel adds."""
-    return ("DkParts", "DvParts") if heads_per_tile(config) else ("dk_desc", "dv_desc")
+    return ("DkParts", "DvParts") if leaves_sums(config) else ("dk_desc", "dv_desc")
 
 
 def dq_columns(spec: Specialization, config: Config) -> int:

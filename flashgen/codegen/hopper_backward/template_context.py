@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
+from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile, leaves_sums, query_shares
 from flashgen.codegen.common_mods import block_names, has_blocks, host_features
 from flashgen.codegen.common_scores import is_positional, window_edges
 from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS, SEQUENCE_SIZES
@@ -112,7 +112,7 @@ def _offset_name(spec: Specialization) -> str:
 
 def _heads(spec: Specialization, config: Config) -> dict[str, object]:
     """Names of the numbers that all roles are handed, and of what a tile is to them; the query heads it walks over."""
-    some, offset = heads_per_tile(config), _offset_name(spec)
+    some, shares, offset = leaves_sums(config), query_shares(config), _offset_name(spec)
     lengths = ["all_blocks", *(["total_k"] if some else [])] if spec.varlen else ["seqlen_q", "seqlen_k"]
     sizes = [*([] if spec.varlen else ["batch"]), "nheads", "group_size", *lengths]
     numbers = [*sizes, *([offset] if offset else []), *window_edges(spec), *scores.mask_names(spec)]
@@ -120,12 +120,15 @@ def _heads(spec: Specialization, config: Config) -> dict[str, object]:
         "first_key",
         *([] if spec.varlen and not scores.by_head(spec) else ["b"]),
         "h_k",
-        *(["part_head", *_WALK] if some else []),
+        *(["part_head"] if some else []),
+        *(_WALK if heads_per_tile(config) else []),
     ]
     own = [*head, *(["offset"] if is_positional(spec) else []), *([] if has_blocks(spec) else ["first", "blocks"])]
-    own += ["all_shown"] if spec.mask else []
+    own += [*(["all_shown"] if spec.mask else []), *(["has_queries"] if shares > 1 else [])]
     return {
-        "heads_per_tile": some,
+        "heads_per_tile": heads_per_tile(config),
+        "query_shares": shares,
+        "leaves_sums": some,
         "sum_rows": SUM_ROWS,
         # the head of a tile: of keys, or one of the parts of its group
         "tile_head": "part_head" if some else "h_k",
