@@ -68,7 +68,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("forward", 450, "--suite", "forward", *PREPARE),
     _race("forward_fp16", 300, "--suite", "forward_fp16", "--impls", FP16_PEERS, *PREPARE, module="forward"),
     Benchmark(name="data", module="data", seconds=950, is_sharded=True, has_limit=True),
-    Benchmark(name="unseen", module="unseen", seconds=780, is_sharded=True, has_limit=True),
+    Benchmark(name="unseen", module="unseen", seconds=700, options=PREPARE, is_sharded=True, has_limit=True),
     Benchmark(name="varlen", module="varlen", seconds=450, options=PREPARE, is_sharded=True, has_limit=True),
     _race("backward", 610, *PREPARE),
     _race("forward_backward", 750, *PREPARE),
