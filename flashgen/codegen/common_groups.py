@@ -79,8 +79,8 @@ class KeyTiles:
         """Steps until the last tile ends, in each of which a tile meets a block of queries of one head.
 
         Tiles are of equal work, or begin with the heaviest: then the longest one, or the mean of all SMs, says when the
-        last one ends. On none of 20 shapes on an H100 was another number of heads more than 5% faster than the one with
-        the least (docs/decisions/heads-per-tile.md).
+        last one ends; or the number of rounds, where tiles are nearly alike. On none of 20 shapes on an H100 another
+        number of heads was more than 5% faster than the one with the least (docs/decisions/heads-per-tile.md).
         """
         packed = sizes.sequences > 0
         parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
@@ -98,6 +98,11 @@ class KeyTiles:
             idle = COARSE * self.slots / tiles if self.coarse else 0.0
             share = sizes.batch * sizes.nheads * blocks * mean / self.slots
             walked = max(heads * longest, share * (1 + idle))
+            if not packed:
+                # an SM that has one of the last round has none with less work in the rounds before
+                first_key = (rounds - 1) * self.slots // (tiles // blocks) * self.block_n
+                hidden = max(first_key - (keys - queries), 0) if self.causal else 0
+                walked = max(walked, rounds * heads * -(-(queries - hidden) // self.block_m))
         else:
             walked = rounds * heads * longest
         return walked + (PART_STEPS * STEP_SCORES / self.block_m / self.block_n * rounds if parts > 1 else 0.0)

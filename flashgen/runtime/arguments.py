@@ -85,9 +85,9 @@ def check_scale(softmax_scale: float | None) -> None:
         return
     scale = real_number("softmax_scale", softmax_scale)
     if not 0 < scale < math.inf:
-        raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
+        raise WorkloadError(f"softmax_scale is finite and above 0, got {scale}")
     if scale >= SCALES_END:
-        raise WorkloadError(f"softmax_scale is below 2 ** 127, as kernels have it in float32, got {softmax_scale}")
+        raise WorkloadError(f"softmax_scale is below 2 ** 127, as kernels have it in float32, got {scale}")
 
 
 def _with_functions(

@@ -101,8 +101,19 @@ def test_few_tiles_of_a_backward_pass_are_in_large_groups_of_heads(own: int) -> 
     assert statistics.geometric_mean(lost) <= 1.017
     assert max(lost) <= {4: 1.08, 8: 1.07, 16: 1.13}[own]
     without = losses(times, lambda workload: (chosen(workload)[0], str(own)))
-    assert statistics.geometric_mean(without) > {4: 1.09, 8: 1.055, 16: 1.035}[own], "which the order is there for"
+    assert statistics.geometric_mean(without) > {4: 1.09, 8: 1.05, 16: 1.035}[own], "which the order is there for"
     assert max(without) > 1.17
+
+
+def test_keys_before_all_queries_make_tiles_alike_whose_rounds_count() -> None:
+    """243 tiles of all heads of a group are two rounds on 132 SMs, without short ones; of two heads they are 486."""
+    times = measured("backward_orders", ("heads_per_tile",), "h200")
+    workload = Workload.parse("bwd-bf16-b3-h12-hk3-sq2048-sk3335-d128-causal")
+    chosen = served(workload, default_config(specialization(workload), H200), H200)
+    assert chosen["heads_per_tile"] == 2
+    assert times[workload]["2",] == min(times[workload].values())
+    square = workload.with_shape(seqlen_q=3335, seqlen_k=3335)
+    assert served(square, default_config(specialization(square), H200), H200)["heads_per_tile"] == 0
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,10 @@ def test_a_feature_that_is_off_is_no_feature(gpu: FakeGpu) -> None:
     assert len(gpu.launched) == 1
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 0, -1])
 def test_a_scale_is_finite_and_positive(scale: float, gpu: FakeGpu) -> None:
-    with pytest.raises(WorkloadError, match=f"softmax_scale is finite and above 0, got {scale}"):
+    """Said of the float that torch's dispatcher makes of a number."""
+    with pytest.raises(WorkloadError, match=f"softmax_scale is finite and above 0, got {float(scale)}"):
         flashgen.attention(*qkv(), softmax_scale=scale)
 
 
