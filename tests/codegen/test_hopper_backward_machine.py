@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 from flashgen.core.config import KnobValue
@@ -78,6 +79,13 @@ Dense = tuple[KernelFamily, str, tuple[int, int], dict[str, KnobValue]]
 
 DENSE: dict[str, Dense] = {
     "fused, tiles convert": (FUSED, "bf16-d64", (130, 300), TILES),
+    "fused, tiles convert behind those of all heads": (
+        FUSED,
+        "bf16-d64-causal",
+        (130, 300),
+        TILES | {"heads_per_group": ALL_HEADS},
+    ),
+    "split, all heads in one group": (SPLIT, "bf16-d96-causal", (300, 200), {"heads_per_group": ALL_HEADS}),
     "fused": (FUSED, "bf16-d64-window", (130, 200), TOGETHER | ONE_EACH),
     "split": (SPLIT, "bf16-d64-causal", (130, 160), {}),
     "fused, some heads a tile": (FUSED, "bf16-d64-causal", (70, 200), SOME_HEADS),
