@@ -34,15 +34,15 @@ def run(module: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 @pytest.mark.alone
 def test_a_table_is_measured_gone_on_with_and_read(tmp_path: Path) -> None:
-    for configs in ("8", "12"):
+    for configs in ("4", "6"):
         done = run("benchmarks.replay_tables", "--workload", KEY, "--configs", configs, "--out", str(tmp_path))
         assert done.returncode == 0, done.stderr
     log = read_log(tmp_path / f"{KEY}.jsonl.gz")
     assert log.search is not None
     assert log.search.versions.triton
-    assert len({trial.config for trial in log.trials}) == len(log.trials) == 12
+    assert len({trial.config for trial in log.trials}) == len(log.trials) == 6
     timed = [trial for trial in log.trials if isinstance(trial.outcome, Measurement)]
-    assert len(timed) >= 6
+    assert len(timed) >= 3
     for trial in timed:
         assert trial.compiled is not None
         assert trial.compiled.registers > 0

@@ -31,7 +31,7 @@ def test_a_winner_is_as_fast_on_hard_data(tmp_path: Path) -> None:
     """Of a workload whose default on Hopper takes twice as long there."""
     database = tmp_path / "user.sqlite3"
     shape = "b1-h32-s8192-d64-causal"
-    done = run("tune", "--shape", shape, "--budget", "30", "--json", FLASHGEN_DB=str(database))
+    done = run("tune", "--shape", shape, "--budget", "12", "--json", FLASHGEN_DB=str(database))
     assert done.returncode == 0, done.stderr
     with Store.open(database, read_only=True) as store:
         (record,) = store.records()
