@@ -3,9 +3,11 @@
 python -m benchmarks.tiles FILE.csv [--limit-seconds 300]     races every tile of `tiles.TILES` on a GPU
 python -m benchmarks.tiles FILE.csv --candidates --short      other classes, too, and shapes of 128 to 512 queries
 python -m benchmarks.tiles FILE.csv --fit                     from such a file, without a GPU
+python -m benchmarks.tiles FILE.csv --served [--dtype fp16]   likewise
 
 Rows are added when a shape is done, and a shape that has rows is not raced again. `--fit` prints the constants of each
 tile, how far off they are, and, with each shape left out of them, what the tile that is chosen takes over the best one.
+`--served` prints what the tiles that serve today take over it, by the tile that a record would have.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from pathlib import Path
 from benchmarks.exit_codes import STOPPED
 from benchmarks.search_bench import raced
 from benchmarks.search_files import add_rows, read
-from flashgen.codegen.families import family
+from flashgen.codegen.families import balanced, family
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_choice import with_tile
 from flashgen.codegen.hopper_forward.tiles import TILES, Tile
 from flashgen.core.config import Config
-from flashgen.core.device import Device
+from flashgen.core.device import Device, find_device
 from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import Executor, specialization
@@ -119,12 +121,19 @@ Shape = tuple[int, int]
 Times = Mapping[Workload, Mapping[Shape, float]]
 
 
-def workloads(*, candidates: bool = False, short: bool = False) -> Iterator[Workload]:
+def workloads(*, candidates: bool = False, short: bool = False, dtype: str = "bf16") -> Iterator[Workload]:
     """Every shape of every class, of `candidates`, which come first, and `short` ones, too."""
     classes = [*(CANDIDATES if candidates else ()), *TILES]
     for head_dim, causal in classes:
         for shape in SHAPES + (LONG_KEYS if causal else ()) + (SHORT_SHAPES if short else ()):
-            yield Workload.parse(f"{shape}-d{head_dim}" + ("-causal" if causal else ""))
+            yield Workload.parse(f"{dtype}-{shape}-d{head_dim}" + ("-causal" if causal else ""))
+
+
+def shape_of(tile: Tile | Config) -> Shape:
+    """That of a tile, or of a config's."""
+    if isinstance(tile, Tile):
+        return tile.warpgroups, tile.block_n
+    return tile.integer("warpgroups"), tile.integer("block_n")
 
 
 def tiles_of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
@@ -137,7 +146,7 @@ def configs(workload: Workload, device: Device) -> dict[Shape, Config]:
     spec = specialization(workload)
     default = family("hopper_forward").default(spec, device)
     tiles = tiles_of(workload.head_dim, workload.causal)
-    return {(tile.warpgroups, tile.block_n): with_tile(spec, default, tile, device) for tile in tiles}
+    return {shape_of(tile): with_tile(spec, default, tile, device) for tile in tiles}
 
 
 def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dict[str, object]]:
@@ -153,14 +162,43 @@ def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dic
     ]
 
 
-def times_of(rows: Iterable[Mapping[str, str]]) -> dict[tuple[int, bool], dict[Workload, dict[Shape, float]]]:
-    """The times of a file by class."""
+def times_of(
+    rows: Iterable[Mapping[str, str]], dtype: str = "bf16"
+) -> dict[tuple[int, bool], dict[Workload, dict[Shape, float]]]:
+    """The times of a file by class, of one dtype."""
     found: dict[tuple[int, bool], dict[Workload, dict[Shape, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         workload = Workload.parse(row["workload"])
         shape = int(row["warpgroups"]), int(row["block_n"])
-        found[workload.head_dim, workload.causal][workload][shape] = float(row["ms"])
+        if workload.dtype == dtype:
+            found[workload.head_dim, workload.causal][workload][shape] = float(row["ms"])
     return found
+
+
+def losses(times: Times, device: Device) -> dict[Shape, list[float]]:
+    """By the tile of a config: what serves shapes in its place, over the best tile of each that was raced with it."""
+    found: dict[Shape, list[float]] = defaultdict(list)
+    for workload, by_shape in times.items():
+        spec, sizes = specialization(workload), Sizes.of(workload)
+        for own, config in configs(workload, device).items():
+            served = shape_of(balanced(config, spec, sizes, device))
+            if served in by_shape:
+                found[own].append(by_shape[served] / min(by_shape.values()))
+    return found
+
+
+def served_report(rows: Iterable[Mapping[str, str]], device: Device, dtype: str) -> str:
+    """A line for each tile of each class."""
+    return "\n".join(
+        f"{_named(head_dim, causal)} by {64 * own[0]:3} x {own[1]:3}: {statistics.geometric_mean(lost):.3f}, "
+        f"at most {max(lost):.3f}, of {len(lost)}"
+        for (head_dim, causal), times in times_of(rows, dtype).items()
+        for own, lost in losses(times, device).items()
+    )
+
+
+def _named(head_dim: int, causal: bool) -> str:
+    return f"d{head_dim} {'causal' if causal else 'full':6}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +214,7 @@ class Fit:
     @classmethod
     def of(cls, tile: Tile, times: Times, sm_count: int, *, causal: bool) -> Fit:
         """The constants with which a tile's times are the least off; its step is in us of one CTA."""
-        shape = (tile.warpgroups, tile.block_n)
+        shape = shape_of(tile)
         known = [(Sizes.of(workload), of[shape] - LAUNCH_MS) for workload, of in times.items() if shape in of]
 
         def logs(tried: Tile, *, before: bool) -> list[float]:
@@ -207,45 +245,49 @@ def left_out(tiles: Sequence[Tile], times: Times, sm_count: int, *, causal: bool
     for workload, by_shape in times.items():
         others = {other: of for other, of in times.items() if other != workload}
         fits = [Fit.of(tile, others, sm_count, causal=causal).tile for tile in tiles]
-        able = [tile for tile in fits if (tile.warpgroups, tile.block_n) in by_shape]
+        able = [tile for tile in fits if shape_of(tile) in by_shape]
         sizes = Sizes.of(workload)
         chosen = min(able, key=lambda tile: tile.time(sizes, sm_count, causal=causal))
-        found.append(by_shape[chosen.warpgroups, chosen.block_n] / min(by_shape.values()))
+        found.append(by_shape[shape_of(chosen)] / min(by_shape.values()))
     return found
 
 
-def report(rows: Iterable[Mapping[str, str]], sm_count: int) -> str:
+def report(rows: Iterable[Mapping[str, str]], sm_count: int, dtype: str = "bf16") -> str:
     """The constants of every class, in the order of `tiles.CONSTANTS`, and what they are worth."""
     lines = []
-    for (head_dim, causal), times in times_of(rows).items():
+    for (head_dim, causal), times in times_of(rows, dtype).items():
         raced_tiles = {shape for of in times.values() for shape in of}
-        tiles = [tile for tile in tiles_of(head_dim, causal) if (tile.warpgroups, tile.block_n) in raced_tiles]
+        tiles = [tile for tile in tiles_of(head_dim, causal) if shape_of(tile) in raced_tiles]
         if not tiles or len(times) < 2:  # one shape says nothing of others
             continue
         for tile in tiles:
             fit = Fit.of(tile, times, sm_count, causal=causal)
             made = fit.tile
             lines.append(
-                f"d{head_dim} {'causal' if causal else 'full':6} {64 * tile.warpgroups:3} x {tile.block_n:3}: "
+                f"{_named(head_dim, causal)} {64 * tile.warpgroups:3} x {tile.block_n:3}: "
                 f"({made.step:.3f}, {made.overhead:g}, {made.lone:g}, {made.tail:g}, {made.before:g}), "
                 f"off by {fit.off_by:.1%}"
             )
         ratios = left_out(tiles, times, sm_count, causal=causal)
-        lines.append(f"  left out: {math.exp(statistics.mean(map(math.log, ratios))):.3f}, at most {max(ratios):.3f}")
+        lines.append(f"  left out: {statistics.geometric_mean(ratios):.3f}, at most {max(ratios):.3f}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 3 stopped at the time limit."""
     options = _parser().parse_args(arguments)
-    if options.fit:
-        print(report(read(options.file), options.sms))
+    if options.fit or options.served:
+        rows, device = read(options.file), find_device(options.target)
+        if options.fit:
+            print(report(rows, device.num_sms, options.dtype))
+        if options.served:
+            print(served_report(rows, device, options.dtype))
         return 0
     began, done = time.monotonic(), {row["workload"] for row in read(options.file)}
     with contextlib.ExitStack() as stack:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
         compiler = stack.enter_context(make_compiler(executor.describe().device, options.jobs or usable_cpus()))
-        for workload in workloads(candidates=options.candidates, short=options.short):
+        for workload in workloads(candidates=options.candidates, short=options.short, dtype=options.dtype):
             if workload.key in done:
                 continue
             if time.monotonic() - began > options.limit_seconds:
@@ -259,9 +301,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.tiles", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("file", type=Path, help="a CSV; what is there is gone on with")
     parser.add_argument("--fit", action="store_true", help="print constants instead")
+    parser.add_argument("--served", action="store_true", help="print what the tiles that serve take instead")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16"), default="bf16", help="of all of that (default: %(default)s)"
+    )
     parser.add_argument("--candidates", action="store_true", help="race tiles of classes without a table, too")
     parser.add_argument("--short", action="store_true", help="race shapes of few queries, too")
-    parser.add_argument("--sms", type=int, default=132, help="SMs of the GPU of the file (default: %(default)s)")
+    parser.add_argument(
+        "--target", default="h200", help="the GPU of the file, as `flashgen devices` has it (%(default)s)"
+    )
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all races, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
     parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")

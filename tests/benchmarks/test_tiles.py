@@ -53,6 +53,16 @@ def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
     assert capsys.readouterr().out.count("left out:") == len(TILES) + len(CANDIDATES)
 
 
+def test_what_serves_is_printed_by_the_tile_that_it_takes_the_place_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiles.main([str(TIMES), "--served"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(map(len, TILES.values()))
+    assert "d128 causal by 128 x 128: 1.006, at most 1.102, of 63" in lines
+    assert tiles.main([str(TIMES), "--served", "--dtype", "fp16"]) == 0
+    assert not capsys.readouterr().out.strip(), "which was not raced"
+    assert {workload.dtype for workload in tiles.workloads(dtype="fp16")} == {"fp16"}
+
+
 def test_the_configs_of_a_shape_are_valid_and_differ() -> None:
     for workload in tiles.workloads(candidates=True, short=True):
         ours = configs(workload, H200)

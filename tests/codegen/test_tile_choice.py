@@ -6,14 +6,13 @@ and what searches of 60 shapes had of each tile at best.
 
 from __future__ import annotations
 
-import csv
-import math
 import statistics
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from benchmarks.search_files import read
+from benchmarks.tiles import losses, times_of
 from flashgen.codegen.families import balanced, beside, default_config, family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tiles import TILES, Tile
@@ -30,13 +29,7 @@ WORST = {40: 1.11, 56: 1.17, 64: 1.12, 72: 1.09, 80: 1.17, 96: 1.17, 112: 1.04, 
 
 
 def measured(head_dim: int, causal: bool) -> dict[Workload, dict[tuple[int, int], float]]:
-    found: dict[Workload, dict[tuple[int, int], float]] = defaultdict(dict)
-    with (Path(__file__).parent / "tiles_nvidia_h200.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            workload = Workload.parse(row["workload"])
-            if (workload.head_dim, workload.causal) == (head_dim, causal):
-                found[workload][int(row["warpgroups"]), int(row["block_n"])] = float(row["ms"])
-    return found
+    return times_of(read(Path(__file__).parent / "tiles_nvidia_h200.csv"))[head_dim, causal]
 
 
 def spec_of(head_dim: int, causal: bool, dtype: str = "bf16") -> Specialization:
@@ -62,17 +55,16 @@ def test_every_tile_is_a_valid_config(head_dim: int, causal: bool, dtype: str) -
 
 @pytest.mark.parametrize(("head_dim", "causal"), TILES)
 def test_the_tile_that_serves_is_nearly_the_best_one_wherever_it_comes_from(head_dim: int, causal: bool) -> None:
-    spec, times = spec_of(head_dim, causal), measured(head_dim, causal)
+    tiles = TILES[head_dim, causal]
+    # a search had not all of them
+    times = {workload: of for workload, of in measured(head_dim, causal).items() if len(of) == len(tiles)}
     assert len(times) >= 13
-    for tile in TILES[head_dim, causal]:
-        losses = []
-        for workload, by_tile in times.items():
-            if len(by_tile) < len(TILES[head_dim, causal]):
-                continue  # a search had not all of them
-            chosen = balanced(config_of(spec, tile), specialization(workload), Sizes.of(workload), H200)
-            losses.append(by_tile[tile_of(chosen)] / min(by_tile.values()))
-        assert math.exp(statistics.mean(map(math.log, losses))) <= MEAN[head_dim], tile
-        assert max(losses) <= WORST[head_dim], tile
+    found = losses(times, H200)
+    assert len(found) == len(tiles)
+    for own, lost in found.items():
+        assert len(lost) == len(times)
+        assert statistics.geometric_mean(lost) <= MEAN[head_dim], own
+        assert max(lost) <= WORST[head_dim], own
 
 
 def test_one_wave_of_tall_tiles_is_better_than_two() -> None:
