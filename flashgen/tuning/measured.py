@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -22,21 +21,18 @@ from flashgen.tuning.candidates import Candidates, related
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.expected import Outlook
-from flashgen.tuning.finals import Finals, choose, confidence, near_best, runners_up, with_guards
+from flashgen.tuning.finals import choose, confidence, near_best, runners_up, with_guards
 from flashgen.tuning.history import served_elsewhere, unfinished_trials
 from flashgen.tuning.learned_cost import WorkloadCost
 from flashgen.tuning.measured_workload import MeasuredWorkload
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
 from flashgen.tuning.search import Proposal, Search
+from flashgen.tuning.spending import Spending
 from flashgen.tuning.starts import starting_points
 from flashgen.tuning.tally import Tally
 
 DROP_FACTOR = 2.0
 """A probe slower than so many times the best ends an evaluation: it will not be in the finals."""
-
-GRACE = 3.0
-"""A search without any valid candidate goes on for so many times its share of a budget in seconds."""
-
 
 DECODE_WINDOW_S, DECODE_WARM_S = 0.012, 0.002
 """Of each profile of lengths: what takes microseconds is replayed hundreds of times in it."""
@@ -59,7 +55,7 @@ class MeasuredSearch(MeasuredWorkload):
         served = self._incumbent or served_elsewhere(context, workload)
         self._served = None if served is None else successor(served.config, self._spec)
         self._waiting: deque[Proposal] = deque()
-        self._ready: float | None = None  # when the first candidate had been measured
+        self._spending = Spending(context.budget, context.options.finals, context.clock, self._kinds)
         self._candidates = Candidates.of(workload, context.device, context.options.families)
         self._tally = Tally(has_profiles=bool(workload.has_profiles))
         self._resumed = [
@@ -69,7 +65,6 @@ class MeasuredSearch(MeasuredWorkload):
         ]
         self._notes = SearchNotes(context, workload)
         self._outlook = Outlook()
-        self._beside_windows: list[float] = []  # seconds of each evaluation
         self._model = self._new_model()
         self._search = self._new_search()
 
@@ -173,8 +168,7 @@ class MeasuredSearch(MeasuredWorkload):
     def _try(self, proposal: Proposal) -> None:
         """Measure a candidate and tell the search."""
         found = self._evaluate(proposal.config)
-        if self._ready is None:
-            self._ready = self._context.clock()
+        self._spending.measured_one()
         self._tally.count(proposal.config, found.outcome)
         self._search.tell(proposal.config, self._tally.levelled(proposal.config, found.outcome))
         self._outlook.add(proposal.source, proposal.config)
@@ -211,7 +205,7 @@ class MeasuredSearch(MeasuredWorkload):
         return until is not None and gain is not None and gain < until
 
     def _expected_gain(self) -> float | None:
-        budget, spent_s = self._context.budget, self._spent_s()
+        budget, spent_s = self._context.budget, self._spending.spent_s
         return self._outlook.gain(
             self._tally.times(),
             candidates=self._search.remaining,
@@ -222,29 +216,9 @@ class MeasuredSearch(MeasuredWorkload):
 
     def _time_is_up(self) -> bool:
         """Whether what is left of a budget in seconds is needed for the finals of the best configs so far."""
-        needed_s = self._finals().needed_s(len(self._near_best()), len(self._guards()), self._kinds, self._ready_s())
-        seconds = self._context.budget.search_seconds(needed_s)
-        if seconds is None:
-            return False
-        spent = self._spent_s()
-        if self._tally.measured:
-            return spent >= seconds
-        return bool(self._tally.failures) and spent >= GRACE * seconds
-
-    def _finals(self) -> Finals:
-        """Those of the run, as far as a budget in seconds has time for them."""
-        usual, most_s = self._context.options.finals, self._context.budget.finals_seconds
-        if most_s is None:
-            return usual
-        return usual.within(most_s, len(self._near_best()), len(self._guards()), self._kinds, self._ready_s())
-
-    def _ready_s(self) -> float:
-        """Seconds until a config is built and verified: what evaluations took beside their windows, at the median."""
-        return statistics.median(self._beside_windows) if self._beside_windows else 0.0
-
-    def _spent_s(self) -> float:
-        """Seconds of the budget; the first candidate, which waits for inputs and a compiler, is free."""
-        return 0.0 if self._ready is None else self._context.clock() - self._ready
+        measured, failures = bool(self._tally.measured), bool(self._tally.failures)
+        near, guards = len(self._near_best()), len(self._guards())
+        return self._spending.is_over(near, guards, has_times=measured, has_failures=failures)
 
     def _evaluate(self, config: Config) -> Evaluated:
         compiled, reason = self._compiled(config)
@@ -262,8 +236,8 @@ class MeasuredSearch(MeasuredWorkload):
         outcome = self._believed(self._executor.evaluate(job))
         evaluate_s = self._context.clock() - began
         if isinstance(outcome, Measurement):
-            windows_s = job.windows_s * (len(outcome.times_ms) > 1)  # else it was dropped before
-            self._beside_windows.append(max(0.0, evaluate_s - windows_s))
+            # one that was dropped had none of them
+            self._spending.evaluated(evaluate_s, job.windows_s * (len(outcome.times_ms) > 1))
         return Evaluated(outcome=outcome, compiled=compiled, evaluate_s=evaluate_s)
 
     def _keep(self, proposal: Proposal, found: Evaluated) -> None:
@@ -281,7 +255,7 @@ class MeasuredSearch(MeasuredWorkload):
 
     def _decide(self) -> tuple[TuningRecord, tuple[RunnerUp, ...]] | None:
         """Both races of the finals: the winner's record, and whom it met in the last one; None without a candidate."""
-        finals = self._finals()
+        finals = self._spending.finals(len(self._near_best()), len(self._guards()))
         champion = self._served if self._incumbent else None
         near = self._near_best()[: finals.near_most]
         if len(near) > finals.last:
@@ -302,7 +276,7 @@ class MeasuredSearch(MeasuredWorkload):
         if not last:
             return None
         place = last.index(champion) if champion in last else None
-        job = self._last_race(last, finals, place, self._last_limit_s(finals, len(last)))
+        job = self._last_race(last, finals, place, self._spending.last_limit_s(finals, len(last)))
         results, baselines = self._race(job, "last", finals.last_s(len(last), self._kinds))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
@@ -317,14 +291,6 @@ class MeasuredSearch(MeasuredWorkload):
         """The default and what serves today, unless the search found them behind by more than noise can be."""
         usual = (self._candidates.default, *([self._served] if self._served else []))
         return self._tally.within(usual, self._context.options.finals.guard_share)
-
-    def _last_limit_s(self, finals: Finals, configs: int) -> float:
-        """Seconds of the last race: what is left of a budget in seconds, and no less than it needs to be sure."""
-        seconds = self._context.budget.seconds
-        if seconds is None:
-            return finals.limit_s
-        left_s = seconds - self._spent_s() - configs * self._ready_s() - finals.anchors_s
-        return min(finals.limit_s, max(left_s, finals.least_s(configs, self._kinds)))
 
     def _race(
         self, job: RaceJob, stage: str, expected_s: float
