@@ -137,9 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             impls = [impl for impl in raced(direction) if impl.name in names]
             with torch.no_grad() if direction == "forward" else nullcontext():
                 if options.compile_part is not None:
-                    compile_part(
-                        options.compile_part, shapes[shard.index :: shard.count], impls, torch.device("cuda", 0), say
-                    )
+                    own = shapes[shard.index :: shard.count]
+                    compile_part(options.compile_part, own, impls, torch.device("cuda", 0), say)
                     continue
                 limit_s = options.limit_seconds - (time.monotonic() - began)
                 codes.add(run([(name, shapes)], impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say))

@@ -94,17 +94,16 @@ class KeyTiles:
         mean = min(longest, sizes.seqlen_q / sizes.sequences / self.block_m + 1) if packed else longest
         if self.causal:
             mean *= 1 - min(queries, keys) / max(keys, 1) / 2
+        walked: float = 0
+        if not packed:
+            # an SM that has one of the last round has none with less work in the rounds before
+            first_key = (rounds - 1) * self.slots // (tiles // blocks) * self.block_n
+            hidden = max(first_key - (keys - queries), 0) if self.causal else 0
+            walked = rounds * heads * -(-(queries - hidden) // self.block_m)
         if self.causal or packed:
             idle = COARSE * self.slots / tiles if self.coarse else 0.0
             share = sizes.batch * sizes.nheads * blocks * mean / self.slots
-            walked = max(heads * longest, share * (1 + idle))
-            if not packed:
-                # an SM that has one of the last round has none with less work in the rounds before
-                first_key = (rounds - 1) * self.slots // (tiles // blocks) * self.block_n
-                hidden = max(first_key - (keys - queries), 0) if self.causal else 0
-                walked = max(walked, rounds * heads * -(-(queries - hidden) // self.block_m))
-        else:
-            walked = rounds * heads * longest
+            walked = max(walked, heads * longest, share * (1 + idle))
         return walked + (PART_STEPS * STEP_SCORES / self.block_m / self.block_n * rounds if parts > 1 else 0.0)
 
     def best(self, sizes: Sizes, own: int) -> int:

@@ -7,7 +7,11 @@ nearly done. In one group of all heads they begin first.
 
 from __future__ import annotations
 
+import functools
+
+from flashgen.codegen.common_mods import has_blocks
 from flashgen.core.config import Config
+from flashgen.core.workload import Specialization
 
 ALL_HEADS = 1024
 """Heads of a group that are all of them: a launch with more has tiles for many waves, whatever their order."""
@@ -17,3 +21,11 @@ def heads_per_group(config: Config) -> int:
     """What a cost model is told: 0 is all."""
     heads = config.integer("heads_per_group")
     return 0 if heads >= ALL_HEADS else heads
+
+
+@functools.lru_cache(maxsize=256)
+def in_groups(spec: Specialization, config: Config, heads: int) -> Config:
+    """A config with groups of so many heads or more; as it is where tiles have no such order, or sizes nobody knows."""
+    if not spec.causal or spec.window or spec.varlen or has_blocks(spec) or config.integer("heads_per_group") >= heads:
+        return config
+    return config.replace(heads_per_group=heads)

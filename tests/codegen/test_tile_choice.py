@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.search_files import read
-from benchmarks.tiles import losses, times_of
+from benchmarks.tiles import losses, shape_of, times_of
 from flashgen.codegen.families import balanced, beside, default_config, family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tiles import TILES, Tile
@@ -41,10 +41,6 @@ def config_of(spec: Specialization, tile: Tile) -> Config:
     return config.replace(warpgroups=tile.warpgroups, block_n=tile.block_n, blocks_per_sm=tile.blocks_per_sm)
 
 
-def tile_of(config: Config) -> tuple[int, int]:
-    return config.integer("warpgroups"), config.integer("block_n")
-
-
 @pytest.mark.parametrize(("head_dim", "causal"), TILES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_tile_is_a_valid_config(head_dim: int, causal: bool, dtype: str) -> None:
@@ -71,8 +67,8 @@ def test_one_wave_of_tall_tiles_is_better_than_two() -> None:
     """12 heads have 156 tiles of 128 queries, or 108 of 192."""
     spec, config = spec_of(128, False), default_config(spec_of(128, False), H200)
     sizes = Sizes(batch=1, nheads=12, nheads_k=12, seqlen_q=1664, seqlen_k=1664)
-    assert tile_of(config) == (2, 128)
-    assert tile_of(balanced(config, spec, sizes, H200)) == (3, 64)
+    assert shape_of(config) == (2, 128)
+    assert shape_of(balanced(config, spec, sizes, H200)) == (3, 64)
     assert balanced(config, spec, Sizes(batch=4, nheads=16, nheads_k=16, seqlen_q=4096, seqlen_k=4096), H200) == config
 
 
@@ -82,16 +78,16 @@ def test_short_sequences_have_small_tiles_under_a_mask(batch: int, nheads: int, 
     spec = spec_of(128, True)
     for tile in TILES[128, True]:
         chosen = balanced(config_of(spec, tile), spec, Sizes(batch, nheads, nheads, queries, queries), H200)
-        assert tile_of(chosen)[0] == 1
+        assert shape_of(chosen)[0] == 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "columns"), [(48, 56), (88, 96), (120, 128)])
 def test_heads_without_a_table_have_the_tiles_of_the_next_wider_ones(head_dim: int, columns: int, causal: bool) -> None:
     spec, wider = spec_of(head_dim, causal), spec_of(columns, causal)
-    able = {tile_of(each) for each in beside(default_config(spec, H200), spec, H200)}
-    assert able >= {tile_of(config_of(wider, tile)) for tile in TILES[columns, causal]} - {
-        tile_of(default_config(spec, H200))
+    able = {shape_of(each) for each in beside(default_config(spec, H200), spec, H200)}
+    assert able >= {shape_of(config_of(wider, tile)) for tile in TILES[columns, causal]} - {
+        shape_of(default_config(spec, H200))
     }
     sizes = Sizes(batch=1, nheads=12, nheads_k=12, seqlen_q=1664, seqlen_k=1664)
     assert invalid(balanced(default_config(spec, H200), spec, sizes, H200), spec, H200) is None
@@ -111,7 +107,7 @@ def test_every_tile_may_serve_packed_sequences(head_dim: int, causal: bool, dtyp
     spec = Specialization.parse(f"fwd-{dtype}-d{head_dim}{'-causal' if causal else ''}-varlen")
     config = family("hopper_forward").default(spec, H200)
     able = {config, *beside(config, spec, H200)}
-    assert {tile_of(each) for each in able} == {(tile.warpgroups, tile.block_n) for tile in TILES[head_dim, causal]}
+    assert {shape_of(each) for each in able} == {(tile.warpgroups, tile.block_n) for tile in TILES[head_dim, causal]}
     assert all(invalid(each, spec, H200) is None for each in able)
 
 
@@ -127,7 +123,7 @@ def test_short_packed_sequences_get_small_tiles_and_long_ones_tall_tiles_whereve
         spec = Specialization.parse(key)
         usual = family("hopper_forward").default(spec, H200)
         for config in (usual, *beside(usual, spec, H200)):
-            assert (tile_of(balanced(config, spec, packed(16384, longest), H200))[0] >= 3) is tall
+            assert (shape_of(balanced(config, spec, packed(16384, longest), H200))[0] >= 3) is tall
     # what is known of lengths is a bound: a tile that is little better on paper serves neither
     assert balanced(usual, spec, packed(16384, 16384, nheads=15), H200) == usual
     assert balanced(usual, spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=0, seqlen_k=0, sequences=1), H200)
@@ -139,7 +135,7 @@ def test_heads_of_uneven_rows_without_a_table_leave_small_tiles() -> None:
     for head_dim, rows in ((96, 1), (88, 2)):
         spec = spec_of(head_dim, True)
         small = config_of(spec, TILES[96, True][0])
-        assert tile_of(balanced(small, spec, sizes, H200))[0] == rows
+        assert shape_of(balanced(small, spec, sizes, H200))[0] == rows
 
 
 def test_keys_before_all_queries_take_longer_in_tiles_that_load_them_often() -> None:
@@ -147,7 +143,7 @@ def test_keys_before_all_queries_take_longer_in_tiles_that_load_them_often() -> 
     small, usual = (config_of(spec, tile) for tile in TILES[64, True][:3:2])
     for keys, expected in ((4096, 1), (20480, 3)):
         sizes = Sizes(batch=1, nheads=12, nheads_k=12, seqlen_q=4096, seqlen_k=keys)
-        assert {tile_of(balanced(each, spec, sizes, H200))[0] for each in (small, usual)} == {expected}
+        assert {shape_of(balanced(each, spec, sizes, H200))[0] for each in (small, usual)} == {expected}
 
 
 def test_heads_packed_into_a_tile_and_other_families_stay() -> None:

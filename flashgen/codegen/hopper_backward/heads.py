@@ -24,8 +24,7 @@ from flashgen.codegen.common_groups import (
     query_shares,
     why_pointless,
 )
-from flashgen.codegen.common_mods import has_blocks
-from flashgen.codegen.common_order import ALL_HEADS
+from flashgen.codegen.common_order import ALL_HEADS, in_groups
 from flashgen.codegen.common_wgmma import ROWS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import is_split
@@ -47,7 +46,7 @@ Large ones are enough where the queries of all heads do not fit into the L2 cach
 SHORT, ODD = 6, 11
 """Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
 
-KEYS, SHARED_WAVES = 128, 2
+KEYS, SHARED_WAVES = 2 * ROWS, 2
 """Keys of a tile with all columns of a head in registers, and tiles for each SM up to which they may share queries."""
 
 FEW_BLOCKS, MANY_TILES = 4, 3
@@ -59,15 +58,15 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     """The same without sums in memory where a tile has all heads of a group anyway, or where there are many tiles."""
     if why_pointless(config, sizes) is not None:
         config = config.replace(heads_per_tile=0)
-    return config if _why_not_shared(config, sizes) is None else _alone(config)
+    return config if _why_share_no_queries(config, sizes) is None else _alone(config)
 
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """The reason why sums go through memory for nothing at these sizes, or None."""
-    return why_pointless(config, sizes) or _why_not_shared(config, sizes)
+    return why_pointless(config, sizes) or _why_share_no_queries(config, sizes)
 
 
-def _why_not_shared(config: Config, sizes: Sizes) -> str | None:
+def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
     shares = query_shares(config)
     if shares == 1:
         return None
@@ -157,14 +156,6 @@ def _ordered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles
 def _row_bytes(spec: Specialization) -> int:
     """Of what a tile of keys reads of a query: its row of Q and of dO."""
     return (spec.head_dim + spec.head_dim_v) * DTYPE_BYTES[spec.dtype]
-
-
-@functools.lru_cache(maxsize=256)
-def in_groups(spec: Specialization, config: Config, heads: int) -> Config:
-    """A config whose heaviest tiles of so many heads begin first; as it is where tiles have no such order."""
-    if not spec.causal or spec.window or spec.varlen or has_blocks(spec) or config.integer("heads_per_group") >= heads:
-        return config
-    return config.replace(heads_per_group=heads)
 
 
 def _staggered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> Config:

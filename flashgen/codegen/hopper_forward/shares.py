@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_order import in_groups
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import defaults, resources, short_queries, tile_choice, tile_order
 from flashgen.codegen.key_splits import best_splits, split_keys, why_not_shared, with_shares
@@ -38,7 +39,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     # where keys are shared there are too few tiles for an order
     found += [
         *alone,
-        *(tile_order.in_groups(spec, tile, heads, device) for tile in alone for heads in tile_order.GROUPS),
+        *(in_groups(spec, tile, heads) for tile in alone for heads in tile_order.GROUPS),
     ]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 

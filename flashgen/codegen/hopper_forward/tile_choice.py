@@ -116,10 +116,9 @@ def _tiles(spec: Specialization) -> tuple[Tile, ...]:
 @functools.lru_cache(maxsize=256)
 def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """What the time of each tile counts times, as the record's own and as another one: what it has to promise."""
-    least, loads, tiles = PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype], 1.0, _tiles(spec)
-    if (spec.head_dim, spec.causal) not in TILES:
-        least = max(least, NARROWER_MARGIN)
-        loads = UNEVEN_ROWS if spec.head_dim % EVEN_ROWS else 1.0
+    tiles, has_own = _tiles(spec), (spec.head_dim, spec.causal) in TILES
+    least = max(PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype], 0.0 if has_own else NARROWER_MARGIN)
+    loads = UNEVEN_ROWS if spec.head_dim % EVEN_ROWS and not has_own else 1.0
     shapes = 2 if spec.varlen else 1
 
     def asked(tile: Tile, margin: float) -> float:

@@ -9,13 +9,10 @@ take 1.04 times as long in one group. With more than 32 heads that is so up to t
 
 from __future__ import annotations
 
-import functools
-
 from flashgen.codegen import head_packing
-from flashgen.codegen.common_mods import has_blocks
-from flashgen.codegen.common_order import ALL_HEADS
+from flashgen.codegen.common_order import ALL_HEADS, in_groups
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward import resources, rules
+from flashgen.codegen.hopper_forward import resources
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -40,13 +37,4 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
     if not slots < tiles <= FEW_WAVES * slots:
         return config
     wanted = ALL_HEADS if heads > LARGE_GROUP and tiles <= ONE_GROUP_WAVES * slots else LARGE_GROUP
-    return in_groups(spec, config, wanted, device) if config.integer("heads_per_group") < heads else config
-
-
-@functools.lru_cache(maxsize=256)
-def in_groups(spec: Specialization, config: Config, heads: int, device: Device) -> Config:
-    """A config with groups of so many heads; as it is where tiles have no such order, or sizes that nobody knows."""
-    if not spec.causal or spec.window or spec.varlen or has_blocks(spec) or config.integer("heads_per_group") >= heads:
-        return config
-    found = config.replace(heads_per_group=heads)
-    return found if rules.invalid(spec, found, device) is None else config
+    return in_groups(spec, config, wanted) if config.integer("heads_per_group") < heads else config

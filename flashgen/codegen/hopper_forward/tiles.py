@@ -89,14 +89,13 @@ _USUAL: dict[str, KnobValue] = {
 _FREE: dict[str, KnobValue] = {"barriers": "mbarrier", "exp_order": "free"}
 _SKIPPING: dict[str, KnobValue] = {"hidden_blocks": "skipped", "masked_blocks": "branch", "heads_per_group": 8}
 _PARTS: dict[str, KnobValue] = {"split_d": True, "v_stages": 2}
-_MANY_CHAINS: dict[str, KnobValue] = {"max_chains": 4, "conditional_rescale": False}
 
 
 def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple[str, KnobValue], ...]:
     return tuple({**_USUAL, **changes, **others}.items())
 
 
-_IN_ONE: Mapping[bool, tuple[_Shape, ...]] = {
+_UP_TO_64: Mapping[bool, tuple[_Shape, ...]] = {
     False: (
         _Shape(1, 64, 3, _knobs({}, ping_pong=False, softmax_reference="running")),
         _Shape(2, 128, 1, _knobs({}, softmax_reference="running")),
@@ -110,8 +109,10 @@ _IN_ONE: Mapping[bool, tuple[_Shape, ...]] = {
             128,
             2,
             _knobs(
-                {**_FREE, **_MANY_CHAINS},
+                _FREE,
                 ping_pong=False,
+                max_chains=4,
+                conditional_rescale=False,
                 softmax_reference="running",
                 heads_per_group=32,
                 v_stages=2,
@@ -139,7 +140,7 @@ _IN_PARTS: Mapping[bool, tuple[_Shape, ...]] = {
 }
 """The same of heads that lie in two parts, of up to 96 columns."""
 
-_IN_TWO: Mapping[bool, tuple[_Shape, ...]] = {
+_UP_TO_128: Mapping[bool, tuple[_Shape, ...]] = {
     False: (
         _Shape(1, 64, 2, _knobs({}, ping_pong=False, softmax_reference="running", v_stages=2)),
         _Shape(2, 128, 1, _knobs({}, v_stages=2)),
@@ -195,7 +196,7 @@ CONSTANTS: Mapping[tuple[int, bool], tuple[tuple[float, float, float, float, flo
 
 def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
     """The tiles of a class that has constants."""
-    shapes = (_IN_ONE if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _IN_TWO)[causal]
+    shapes = (_UP_TO_64 if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _UP_TO_128)[causal]
     return tuple(
         Tile(**shape._asdict(), step=step, overhead=overhead, lone=lone, tail=tail, before=before)
         for shape, (step, overhead, lone, tail, before) in zip(shapes, CONSTANTS[head_dim, causal], strict=True)
