@@ -4,6 +4,8 @@ A tile is a block of keys of one key head. With all query heads of the group in 
 but 28 query heads over 4 key heads and 4096 keys are 128 tiles then, of which a causal mask leaves the first one twice
 the mean. Tiles with fewer heads of a group fill the SMs, and leave sums that another kernel adds: a tile writes and
 that kernel reads fp32 rows of dk and dv, in the time of `PART_STEPS` steps.
+
+Where tiles of one head each leave SMs idle, several share the queries of a head: the knob `query_shares`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ HEADS_PER_TILE = Knob(
     implied=True,
 )
 
+SHARES = (1, 2, 4)
 QUERY_SHARES = Knob(
     name="query_shares",
-    values=(1, 2, 4),
+    values=SHARES,
     meaning="tiles of one block of keys, each with a share of the queries that see it, whose sums are added",
     default=1,
     implied=True,
@@ -36,13 +39,17 @@ BY_RULE = (0, 1, 2)
 PART_STEPS = 3.0
 """Steps of 64 queries and 128 keys that take as long as the sums of a tile, in memory and back."""
 
+SHARE_STEPS = 6.0
+"""Such steps that take as long as the sums of one tile on every SM, where tiles share queries; with fewer tiles than
+SMs the sums take less, since memory moves them."""
+
 STEP_SCORES = 64 * 128
 
 COARSE = 0.3
 """What SMs idle at the end under a causal mask, in tiles of the mean SM: the last ones end at different times."""
 
 WORTH = 0.98
-"""Another number of heads serves where the time that is expected falls below this share."""
+"""Another number of heads or shares serves where the time that is expected falls below this share."""
 
 SUM_ROWS = 16
 """Keys of a program of the kernel that adds the sums of a group's tiles."""
@@ -70,12 +77,12 @@ class KeyTiles:
         """Blocks of keys of a head, of packed sequences those of all."""
         return key_blocks(sizes, self.block_n) if sizes.sequences else -(-sizes.seqlen_k // self.block_n)
 
-    def count(self, sizes: Sizes, heads: int) -> int:
-        """All tiles, of which each walks over so many query heads of a group; 0 is all of them."""
+    def count(self, sizes: Sizes, heads: int, shares: int = 1) -> int:
+        """All tiles, of which each walks over so many query heads of a group, 0 being all, and a share of them."""
         parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
-        return sizes.batch * sizes.nheads_k * parts * self.blocks(sizes)
+        return sizes.batch * sizes.nheads_k * parts * shares * self.blocks(sizes)
 
-    def steps(self, sizes: Sizes, heads: int) -> float:
+    def steps(self, sizes: Sizes, heads: int, shares: int = 1) -> float:
         """Steps until the last tile ends, in each of which a tile meets a block of queries of one head.
 
         Tiles are of equal work, or begin with the heaviest: then the longest one, or the mean of all SMs, says when the
@@ -83,8 +90,7 @@ class KeyTiles:
         number of heads was more than 5% faster than the one with the least (docs/decisions/heads-per-tile.md).
         """
         packed = sizes.sequences > 0
-        parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
-        blocks, tiles = self.blocks(sizes), self.count(sizes, heads)
+        blocks, tiles = self.blocks(sizes), self.count(sizes, heads, shares)
         if not tiles:  # an empty batch, or no keys
             return 0.0
         rounds = -(-tiles // self.slots)
@@ -99,12 +105,15 @@ class KeyTiles:
             # an SM that has one of the last round has none with less work in the rounds before
             first_key = (rounds - 1) * self.slots // (tiles // blocks) * self.block_n
             hidden = max(first_key - (keys - queries), 0) if self.causal else 0
-            walked = rounds * heads * -(-(queries - hidden) // self.block_m)
+            walked = rounds * heads * -(-(queries - hidden) // (self.block_m * shares))
         if self.causal or packed:
             idle = COARSE * self.slots / tiles if self.coarse else 0.0
-            share = sizes.batch * sizes.nheads * blocks * mean / self.slots
-            walked = max(walked, heads * longest, share * (1 + idle))
-        return walked + (PART_STEPS * STEP_SCORES / self.block_m / self.block_n * rounds if parts > 1 else 0.0)
+            mean_of_sms = sizes.batch * sizes.nheads * blocks * mean / self.slots
+            walked = max(walked, heads * -(-longest // shares), mean_of_sms * (1 + idle))
+        step = self.block_m * self.block_n / STEP_SCORES
+        if shares > 1:
+            return walked + SHARE_STEPS / step * tiles / self.slots
+        return walked + (PART_STEPS / step * rounds if heads < sizes.nheads // sizes.nheads_k else 0.0)
 
     def best(self, sizes: Sizes, own: int) -> int:
         """The value of the knob for these sizes, where that is better than a config's own, else that one.
@@ -115,8 +124,22 @@ class KeyTiles:
         if group == 1:
             return own
         expected = {heads: self.steps(sizes, heads or group) for heads in {own, *BY_RULE} if heads < group}
-        best = min(expected, key=lambda heads: (expected[heads], heads))
-        return best if expected[best] < WORTH * expected[own] else own
+        return _least(expected, own)
+
+    def best_shares(self, sizes: Sizes) -> int:
+        """The tiles of one head each that share its queries at these sizes; 1 where no other number is better.
+
+        On none of 61 shapes on an H200 another number was more than 9% faster, and tiles that share nothing took 1.23
+        times as long in the mean of these (docs/decisions/query-shares.md).
+        """
+        blocks = -(-sizes.seqlen_q // self.block_m)
+        expected = {n: self.steps(sizes, 1, n) for n in SHARES if n == 1 or n < blocks}
+        return _least(expected, 1)
+
+
+def _least(expected: dict[int, float], own: int) -> int:
+    best = min(expected, key=lambda value: (expected[value], value))
+    return best if expected[best] < WORTH * expected[own] else own
 
 
 def parts_of(group: int, heads: int) -> int:

@@ -100,63 +100,6 @@ def test_tiles_and_sums_are_those_of_all_parts(heads: int, parts: int, row: Kern
         assert kernels[-1].programs(H200, sizes) == 63 * 4
 
 
-FEW = Workload.parse("bwd-b1-h4-s4096-d128-causal")
-"""Of 128 tiles, of which the heaviest has twice the mean."""
-
-
-@pytest.mark.parametrize("shares", [1, 2, 4])
-def test_tiles_that_share_queries_leave_sums_of_each_share(shares: int) -> None:
-    spec, sizes = specialization(GROUPS), Sizes.of(GROUPS)._replace(seqlen_k=1000)
-    row = HOPPER_BACKWARD_FUSED
-    config = row.default(spec, H200).replace(query_shares=shares, heads_per_tile=2, persistent=False)
-    assert invalid(config, spec, H200) is None
-    assert row.kernels(spec, config)[1].programs(H200, sizes) == 8 * 4 * 4 * shares
-    pieces = {piece.name: piece.shape for piece in row.scratch(spec, config, sizes)}
-    assert pieces["dk_parts"] == pieces["dv_parts"] == (4 * 4 * shares * 1000, 128)
-    alone = config.replace(heads_per_tile=0)
-    assert row.kernels(spec, alone)[-1].entry.endswith("_sum") is (shares > 1)
-
-
-def test_queries_are_shared_where_there_are_few_tiles_and_many_queries() -> None:
-    spec, sizes = specialization(FEW), Sizes.of(FEW)
-    config = HOPPER_BACKWARD_FUSED.default(spec, H200).replace(query_shares=4)
-    assert poor_at_sizes(config, sizes) is None
-    assert fitted(config, spec, sizes, H200) == config
-    for others, reason in (
-        (sizes._replace(batch=4), "there are 512 tiles, which fill all SMs"),
-        (sizes._replace(seqlen_q=400), "which has few blocks of these: 400 queries"),
-    ):
-        assert reason in str(poor_at_sizes(config, others))
-        assert fitted(config, spec, others, H200)["query_shares"] == 1
-        assert balanced(config, spec, others, H200) in beside(config, spec, H200)
-
-
-@pytest.mark.parametrize("key", ["bwd-bf16-d128-causal-varlen", "bwd-bf16-d64-window", "bwd-bf16-d128-alibi"])
-def test_queries_are_shared_under_nothing_but_a_causal_mask(key: str) -> None:
-    spec = Specialization.parse(key)
-    config = HOPPER_BACKWARD_FUSED.default(spec, H200).replace(query_shares=2)
-    assert "nothing but a causal mask" in str(invalid(config, spec, H200))
-    plain = Specialization.parse("bwd-bf16-d64")
-    tiles = HOPPER_BACKWARD_FUSED.default(plain, H200).replace(query_shares=2, dq_conversion="tiles", block_m=128)
-    assert "are counted where they have all heads" in str(invalid(tiles, plain, H200))
-
-
-def test_a_search_of_few_tiles_tries_shares_and_one_of_many_does_not() -> None:
-    for workload, values in ((FEW, {1, 2, 4}), (replace(FEW, batch=8), {1})):
-        found = Candidates.of(workload, H200, families=(HOPPER_BACKWARD_FUSED.id,))
-        assert {config["query_shares"] for space in found.spaces for config in space.configs} == values
-
-
-def test_the_analytic_model_sees_that_shared_queries_fill_sms() -> None:
-    config = HOPPER_BACKWARD_FUSED.default(specialization(FEW), H200)
-    few, many = (
-        {n: predict_all(workload, [one := config.replace(query_shares=n)], H200)[one] for n in (1, 2)}
-        for workload in (FEW, replace(FEW, batch=16))
-    )
-    assert few[2] < 0.75 * few[1]
-    assert many[2] > many[1]
-
-
 @pytest.mark.parametrize("name", ["a100", "rtx 4090", "h200"])
 @pytest.mark.parametrize("row", [PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT], ids=lambda row: row.id)
 def test_every_config_of_the_portable_families_has_the_heads_that_sizes_take(name: str, row: KernelFamily) -> None:

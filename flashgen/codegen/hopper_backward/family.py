@@ -234,7 +234,7 @@ _ORDERS: tuple[Changes, ...] = (
 """Other orders of a step, of which each won at some length."""
 
 _SHARED: tuple[Changes, ...] = ({"query_shares": 2}, {"query_shares": 4})
-"""Not timed yet: sizes with few tiles say whether they are for them."""
+"""Where there are few tiles; `heads.balanced` says which of them serves sizes that nobody measured."""
 
 
 def _fused_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:

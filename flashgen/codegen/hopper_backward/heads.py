@@ -8,6 +8,9 @@ in step; with a window either is, on one card or the other.
 Under a causal mask tiles begin with the heaviest of a group of heads (`common_order`). In groups of 4 heads 32 shapes
 with one to six tiles for each SM took 1.12 times as long on an H200 as in the groups that serve them.
 
+Few heads leave SMs idle even with one of them a tile. Several tiles share the queries of a block of keys then: on an
+H200 it is up to 2.7 times as fast (docs/decisions/query-shares.md).
+
 Sums of dq in memory are cleared, added to and read again, which costs the same however few blocks of keys add to them.
 Where many tiles have few, another kernel that computes scores again is faster: up to 1.6 times on an H100.
 """
@@ -18,6 +21,7 @@ import functools
 
 from flashgen.codegen.common_groups import (
     BY_RULE,
+    SHARES,
     KeyTiles,
     heads_per_tile,
     key_heads,
@@ -70,7 +74,7 @@ def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
     shares = query_shares(config)
     if shares == 1:
         return None
-    if -(-sizes.seqlen_q // config.integer("block_m")) < 2 * shares:
+    if -(-sizes.seqlen_q // config.integer("block_m")) <= shares:
         return f"{shares} tiles share the queries of a head, which has few blocks of these: {sizes.seqlen_q} queries"
     tiles = sizes.batch * key_heads(config, sizes) // shares * -(-sizes.seqlen_k // KEYS)
     if tiles > SHARED_WAVES * resources.NUM_SMS:
@@ -81,32 +85,65 @@ def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config with as many heads a tile as these sizes take, and what else of a tile is faster at them."""
     config = fitted(spec, config, sizes, device)
-    steps = -(-sizes.seqlen_q // ROWS)
-    if steps <= SHORT or (steps % 2 and steps <= ODD):
-        config = short_steps(spec, config)
-    tiles = KeyTiles(
+    tiles = _tiles(spec, config, device)
+    config = _sharing(spec, config, sizes, tiles) or _unshared(spec, _alone(config), sizes, device)
+    return _staggered(spec, _ordered(spec, config, sizes, tiles, device), sizes, tiles)
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles(spec: Specialization, config: Config, device: Device) -> KeyTiles:
+    return KeyTiles(
         block_m=config.integer("block_m"),
         block_n=resources.block_n(spec),
         slots=device.num_sms,
         causal=spec.causal,
         coarse=spec.causal and not spec.window and not resources.is_wide(spec),
     )
+
+
+def _sharing(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> Config | None:
+    """A config whose tiles share the queries of a head; None where they had better not, or cannot."""
+    if sizes.seqlen_q <= SHORT * ROWS or not resources.is_fused(config) or not is_plain(spec):
+        return None
+    if tiles.count(sizes, 1) > SHARED_WAVES * tiles.slots:
+        return None
+    heads = tiles.best(sizes, heads_per_tile(config))
+    if (heads or sizes.nheads // sizes.nheads_k) > 1:
+        return None
+    shares = tiles.best_shares(sizes)
+    return None if shares == 1 else _in_shares(spec, config, heads, shares)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_shares(spec: Specialization, config: Config, heads: int, shares: int) -> Config:
+    """With all heads in one group: they are few, and those of groups of 8 took up to 1.4 times as long on an H200."""
+    return in_groups(spec, _with(config, heads, shares), ALL_HEADS)
+
+
+def _unshared(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    steps = -(-sizes.seqlen_q // ROWS)
+    if steps <= SHORT or (steps % 2 and steps <= ODD):
+        config = short_steps(spec, config)
+    tiles = _tiles(spec, config, device)
     if _reads_dq_for_little(spec, config, sizes, tiles):
         config = split_default(spec, device)
-    config = _with(config, tiles.best(sizes, heads_per_tile(config)))
-    return _staggered(spec, _ordered(spec, config, sizes, tiles, device), sizes, tiles)
+    return _with(config, tiles.best(sizes, heads_per_tile(config)))
 
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """The configs that `balanced` may serve in the place of one."""
-    fused = [kind for own in (config, _alone(config)) for kind in (own, short_steps(spec, own))]
+    own = _alone(config)
+    fused = [own, short_steps(spec, own)]
     kinds = [*fused, *([split_default(spec, device)] if _may_split(spec, config) else [])]
     found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
     found += [in_groups(spec, other, heads) for other in found for heads in (LARGE_GROUP, ALL_HEADS)]
     found += [stagger(spec, other) for other in found]
+    if resources.is_fused(config) and is_plain(spec):
+        found += [stagger(spec, _in_shares(spec, own, heads, n)) for heads in (0, 1) for n in SHARES[1:]]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 
+@functools.lru_cache(maxsize=256)
 def _alone(config: Config) -> Config:
     """A config whose tiles share no queries."""
     return config if query_shares(config) == 1 else config.replace(query_shares=1)
@@ -144,7 +181,7 @@ def stagger(spec: Specialization, config: Config) -> Config:
 
 
 def _ordered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles, device: Device) -> Config:
-    waves = tiles.count(sizes, heads_per_tile(config)) / tiles.slots
+    waves = tiles.count(sizes, heads_per_tile(config), query_shares(config)) / tiles.slots
     if not 1 < waves <= LARGE_GROUP_WAVES:
         return config
     own, heads = config.integer("heads_per_group"), sizes.batch * key_heads(config, sizes)
@@ -165,12 +202,17 @@ def _staggered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTil
     return stagger(spec, config)
 
 
-def _with(config: Config, heads: int) -> Config:
-    if heads == heads_per_tile(config):
-        return config
-    changes: dict[str, KnobValue] = {"heads_per_tile": heads}
-    if resources.converts(config):
+@functools.lru_cache(maxsize=256)
+def _with(config: Config, heads: int, shares: int = 1) -> Config:
+    changes: dict[str, KnobValue] = {}
+    if heads != heads_per_tile(config):
+        changes["heads_per_tile"] = heads
+    if shares != query_shares(config):
+        changes["query_shares"] = shares
+    if changes and resources.converts(config):
         changes["dq_conversion"] = "kernel"
-    if heads and is_split(config):  # a tile that leaves sums has heads in one part, and more of these gain more
+    if (
+        changes and heads and is_split(config)
+    ):  # a tile that leaves sums has heads in one part, and more of these gain more
         changes["split_d"] = False
-    return config.replace(**changes)
+    return config.replace(**changes) if changes else config

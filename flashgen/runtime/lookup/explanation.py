@@ -169,6 +169,7 @@ _WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work a
 _WITH_OTHER_FAMILY = "of another family, which is faster at these sizes: the config above"
 _WITH_KNOBS = {
     "split_keys": "with CTAs that share the keys of a tile, of which there are few at these sizes",
+    "query_shares": "with tiles that share the queries of their keys, since there are few heads",
     "heads_per_group": "with larger groups of heads, since there are few tiles at these sizes",
     "block_m": "with steps of 64 queries, of which there are few",
     "stagger_warpgroups": "with one warpgroup ahead of the other, which is faster at these sizes",
