@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.codegen.cost import Ranking
-from flashgen.codegen.families import applicable, family, fitted, over_pages, poor_at_sizes, usual
+from flashgen.codegen.families import applicable, beside, family, fitted, over_pages, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config, KnobValue
@@ -26,6 +26,9 @@ from flashgen.tuning.seed_lists import Lists, as_valid, generated
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
+
+ROWS_AND_KEYS = ("warpgroups", "block_m", "block_n")
+"""Knobs of all families that say how many queries and keys a tile has."""
 
 FAR = 1.5
 """A tile predicted to be slower than this many times the best, or to spill, waits until others had several variants."""
@@ -189,10 +192,26 @@ def _spills(config: Config, workload: Workload, device: Device) -> bool:
     return estimate(workload, config, device).spills > family(config.family).tolerated_spills
 
 
+def _other_tiles(candidates: Candidates, spec: Specialization, sizes: Sizes, device: Device) -> list[Config]:
+    """What the default has at other sizes, one config of each tile.
+
+    Lists have the tiles that won, and of a class with few records those of few sizes: all of packed sequences of d64
+    had 256 rows, where 64 were 1.2 times as fast.
+    """
+    by_tile = {_rows_and_keys(candidates.default): candidates.default}
+    for config in as_valid(beside(candidates.default, spec, device), spec, sizes, device):
+        by_tile.setdefault(_rows_and_keys(config), config)
+    return list(by_tile.values())[1:]
+
+
+def _rows_and_keys(config: Config) -> tuple[KnobValue, ...]:
+    return config.family, *(config.get(name, 0) for name in ROWS_AND_KEYS)
+
+
 def seed_configs(
     candidates: Candidates, workload: Workload, device: Device, most: int, lists: Lists = generated
 ) -> list[tuple[Config, str]]:
-    """Defaults of other families, what won before, then the model's, each with its source.
+    """Defaults of other families, what won before, other tiles of a default, then the model's, each with its source.
 
     What won before is in the list that was learned for the device, or in those that are written by hand: where there is
     none, and where none of its configs is of these families. Those that the model likes have different tiles, and are
@@ -201,6 +220,7 @@ def seed_configs(
     spec, sizes = specialization(workload), Sizes.of(workload)
     found = [(config, "default") for config in candidates.defaults[1:]]
     found += [(config, "seed") for config in _won(candidates, spec, sizes, device, lists)]
+    found += [(config, "default") for config in _other_tiles(candidates, spec, sizes, device)]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
         ranked = ranking(default)
         if ranked is None:

@@ -28,7 +28,7 @@ def starting_points(
     incumbent: Config | None = None,
     lists: Lists = generated,
 ) -> list[Start]:
-    """The default, what is served today, the nearest records' configs, the lists and what the model likes.
+    """The default, what is served today, the nearest records' configs, the lists, other tiles and what the model likes.
 
     Args:
         candidates: those of the workload on the device.

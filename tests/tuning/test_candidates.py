@@ -135,6 +135,24 @@ def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
     assert set(won) <= set(space.configs)
 
 
+@pytest.mark.parametrize(
+    ("key", "tiles"),
+    [
+        ("b64-h16-tq16384-sq512-d64-varlen", {(1, 64), (2, 128), (3, 128), (4, 64)}),
+        ("b4-h16-s4096-d128", {(1, 64), (2, 128), (3, 64)}),
+        ("bwd-b4-h16-s4096-d64", {(64,), (128,)}),
+    ],
+)
+def test_a_search_meets_every_tile_that_serves_a_class(key: str, tiles: set[tuple[int, ...]]) -> None:
+    workload = Workload.parse(key)
+    found = Candidates.of(workload, H200)
+    others = [config for config, _ in seed_configs(found, workload, H200, 0, lambda *_: ())]
+    own = [config for config in (found.default, *others) if config.family == found.default.family]
+    names = ["block_m"] if workload.direction == "backward" else ["warpgroups", "block_n"]
+    assert {tuple(config[name] for name in names) for config in own} == tiles
+    assert len(own) == len(tiles), "each once"
+
+
 def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> None:
     long = Workload.parse("b4-h16-hk4-s4096-d128-causal")
     short = long.with_shape(seqlen_q=4)
