@@ -129,7 +129,7 @@ class KeyTiles:
     def best_shares(self, sizes: Sizes) -> int:
         """The tiles of one head each that share its queries at these sizes; 1 where no other number is better.
 
-        On none of 61 shapes on an H200 another number was more than 9% faster, and tiles that share nothing took 1.23
+        On none of 75 shapes on an H200 another number was more than 3% faster, and tiles that share nothing took 1.21
         times as long in the mean of these (docs/decisions/query-shares.md).
         """
         blocks = -(-sizes.seqlen_q // self.block_m)

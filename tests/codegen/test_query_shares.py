@@ -1,6 +1,6 @@
 """How many tiles share the queries of a block of keys, against what each number took on an H200.
 
-`query_shares_nvidia_h200.csv` has the times of races of 1, 2 and 4 on each of 57 shapes with few heads, for some with
+`query_shares_nvidia_h200.csv` has the times of races of 1, 2 and 4 on each of 75 shapes with few heads, for some with
 other query heads a tile and other groups of heads beside them.
 """
 
@@ -30,7 +30,7 @@ FEW = Workload.parse("bwd-b1-h4-s4096-d128-causal")
 """Of 128 tiles, of which the heaviest has twice the mean."""
 
 MEAN, WORST = 1.005, 1.04
-"""Time over that of the best; where no tiles share queries it is 1.24 and 2.7."""
+"""Time over that of the best; where no tiles share queries it is 1.21 and 2.7."""
 
 
 def measured() -> dict[Workload, dict[tuple[int, int], dict[int, float]]]:
@@ -54,7 +54,7 @@ def test_the_rule_names_shares_near_the_best_of_races() -> None:
         best = min(min(each.values()) for each in times.values())
         lost.append(time / best)
         alone.append(min(min(each.values()) for (_, shares), each in times.items() if shares == 1) / best)
-    assert len(lost) == 57
+    assert len(lost) == 75
     assert statistics.geometric_mean(lost) <= MEAN
     assert max(lost) <= WORST
     assert statistics.geometric_mean(alone) > 1.2, "which the rule is there for"
@@ -66,19 +66,19 @@ def test_the_rule_names_shares_near_the_best_of_races() -> None:
         ("bwd-b1-h4-s4096-d128-causal", 0, 2),
         ("bwd-b1-h2-sq4096-sk512-d128", 0, 4),
         ("bwd-b1-h6-hk2-s2048-d128-causal", 1, 2),
+        ("bwd-b1-h2-s4096-d256-causal", 0, 2),
+        ("bwd-b1-h2-s2048-d192-causal", 0, 1),  # in two parts
         ("bwd-b4-h16-s4096-d128-causal", 0, 1),
         ("bwd-b1-h4-s4096-d128", 0, 1),  # as many tiles as SMs, of equal work
         ("bwd-b1-h1-s384-d64", 0, 1),  # six steps
         ("bwd-b1-h4-s4096-d128-causal-wl1000", 0, 1),
-        ("bwd-b1-h4-s4096-d128-causal-deterministic", 0, 1),
+        ("bwd-b1-h4-s4096-d128-causal-deterministic", 0, 2),
     ],
 )
 def test_a_record_of_many_heads_serves_few_with_shared_queries(key: str, heads: int, shares: int) -> None:
     workload = Workload.parse(key)
     spec, sizes = specialization(workload), Sizes.of(workload)
     record = default_config(spec, H200)
-    if record.family == HOPPER_BACKWARD_FUSED.id:
-        record = record.replace(heads_per_tile=0, dq_conversion="kernel")
     served = balanced(record, spec, sizes, H200)
     assert (served.get("heads_per_tile", 0), served.get("query_shares", 1)) == (heads, shares)
     assert served == record or served in beside(record, spec, H200)

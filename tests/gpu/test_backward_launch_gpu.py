@@ -174,12 +174,13 @@ def test_tiles_of_some_heads_of_a_group_give_the_gradients(heads: int, key: str,
 
 @pytest.mark.parametrize("heads", [0, 1, 2])
 @pytest.mark.parametrize("shares", [2, 4])
-@pytest.mark.parametrize("key", ["bwd-bf16-d64", "bwd-fp16-d96-causal", "bwd-bf16-d128-causal", "bwd-fp16-d128"])
-def test_tiles_that_share_queries_give_the_gradients(key: str, shares: int, heads: int) -> None:
+@pytest.mark.parametrize("family_id", ["hopper_backward_fused", "hopper_backward_split"])
+@pytest.mark.parametrize("key", ["bwd-bf16-d64", "bwd-fp16-d96-causal", "bwd-bf16-d128-causal", "bwd-bf16-d256-causal"])
+def test_tiles_that_share_queries_give_the_gradients(key: str, family_id: str, shares: int, heads: int) -> None:
     spec, device = Specialization.parse(key), current_device()
-    row = family("hopper_backward_fused")
+    row = family(family_id)
     if unsupported(row, spec, device) is not None:
-        pytest.skip("needs a Hopper GPU")
+        pytest.skip("needs a Hopper GPU, and heads that the family has")
     _gives_the_gradients(row, spec, row.default(spec, device).replace(query_shares=shares, heads_per_tile=heads))
 
 

@@ -46,7 +46,7 @@ def _taken(spec: Specialization, config: Config, device: Device) -> Taken:
     return Taken(registers=resources.MAXNREG, spills=0, shared_bytes=device.smem_per_block, occupancy=1)
 
 
-_KNOBS = ("block_m", "q_stages", "heads_per_group", "heads_per_tile")
+_KNOBS = ("block_m", "q_stages", "heads_per_group", "heads_per_tile", "query_shares")
 
 SPLIT_COST_MODEL = CostModel(
     kernels=(
@@ -72,7 +72,7 @@ FUSED_COST_MODEL = CostModel(
     kernels=(
         LoopKernel(
             name="main",
-            knobs=(*_KNOBS, "query_shares"),
+            knobs=_KNOBS,
             tile=functools.partial(_tile, name="main"),
             loop=functools.partial(owning_keys, added_trips=TMA_TRIPS),
             taken=_taken,

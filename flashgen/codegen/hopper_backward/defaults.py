@@ -18,7 +18,6 @@ def fused_default(spec: Specialization, device: Device) -> Config:
         "stagger_warpgroups": True,
         "qk_prefetch": False,
         "accumulator_init": "upfront",
-        "query_shares": 1,
     }
     return Config.of(FUSED_ID, {**_common_default(spec), **own})
 
@@ -44,6 +43,7 @@ def _common_default(spec: Specialization) -> dict[str, KnobValue]:
         # tiles of a block mask have lists of any lengths, most of them the longer the sooner
         "heads_per_group": 8 if spec.causal or has_blocks(spec) else 1,
         "heads_per_tile": 0,
+        "query_shares": 1,
     }
 
 

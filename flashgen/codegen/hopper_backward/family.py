@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from flashgen.codegen.common_groups import HEADS_PER_TILE, QUERY_SHARES, heads_per_tile, leaves_sums, query_shares
+from flashgen.codegen.common_groups import HEADS_PER_TILE, QUERY_SHARES, leaves_sums, query_shares
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_sequences import why_not_packed
@@ -87,6 +87,7 @@ SPLIT_KNOBS = (
         implied=True,
     ),
     HEADS_PER_TILE,
+    QUERY_SHARES,
 )
 
 
@@ -150,7 +151,7 @@ def _why_not_shared(spec: Specialization, config: Config) -> str | None:
 def _why_not_parts(spec: Specialization, config: Config) -> str | None:
     if not is_split(config):
         return None
-    if heads_per_tile(config):
+    if leaves_sums(config):
         return "sums of dk and dv that the last kernel adds lie in one part"
     return resources.why_not_parts(spec)
 
@@ -242,7 +243,7 @@ def _fused_seed_configs(spec: Specialization, device: Device) -> tuple[Config, .
 
 
 def _split_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    return _valid(spec, device, split_default(spec, device), (_ONE_EACH, {"heads_per_tile": 1}))
+    return _valid(spec, device, split_default(spec, device), (_ONE_EACH, {"heads_per_tile": 1}, *_SHARED))
 
 
 def _valid(spec: Specialization, device: Device, default: Config, changes: Sequence[Changes]) -> tuple[Config, ...]:
@@ -250,12 +251,13 @@ def _valid(spec: Specialization, device: Device, default: Config, changes: Seque
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 
-def _fused_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+def _values_of_shares(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     return {} if heads.is_plain(spec) else {QUERY_SHARES.name: (1,)}
 
 
 def _split_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
-    return {"split_d": (False,)} if resources.why_not_parts(spec) else {}
+    parts: dict[str, tuple[KnobValue, ...]] = {"split_d": (False,)} if resources.why_not_parts(spec) else {}
+    return _values_of_shares(spec) | parts
 
 
 FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "mask", "functions", "q_offset", "varlen"})
@@ -271,7 +273,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     unsupported=_why_not_fused,
     invalid=_why_invalid,
     default=fused_default,
-    allowed_values=_fused_values,
+    allowed_values=_values_of_shares,
     template_values=text.values,
     kernels=kernels.kernels,
     scratch=kernels.scratch,

@@ -103,7 +103,7 @@ def _tiles(spec: Specialization, config: Config, device: Device) -> KeyTiles:
 
 def _sharing(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> Config | None:
     """A config whose tiles share the queries of a head; None where they had better not, or cannot."""
-    if sizes.seqlen_q <= SHORT * ROWS or not resources.is_fused(config) or not is_plain(spec):
+    if sizes.seqlen_q <= SHORT * ROWS or not _may_share(spec, config):
         return None
     if tiles.count(sizes, 1) > SHARED_WAVES * tiles.slots:
         return None
@@ -118,6 +118,11 @@ def _sharing(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles
 def _in_shares(spec: Specialization, config: Config, heads: int, shares: int) -> Config:
     """With all heads in one group: they are few, and those of groups of 8 took up to 1.4 times as long on an H200."""
     return in_groups(spec, _with(config, heads, shares), ALL_HEADS)
+
+
+def _may_share(spec: Specialization, config: Config) -> bool:
+    """Whether the rule speaks of a config: heads in two parts gain more than most of them would by sharing."""
+    return is_plain(spec) and not is_split(config)
 
 
 def _unshared(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -138,7 +143,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
     found += [in_groups(spec, other, heads) for other in found for heads in (LARGE_GROUP, ALL_HEADS)]
     found += [stagger(spec, other) for other in found]
-    if resources.is_fused(config) and is_plain(spec):
+    if _may_share(spec, config):
         found += [stagger(spec, _in_shares(spec, own, heads, n)) for heads in (0, 1) for n in SHARES[1:]]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
