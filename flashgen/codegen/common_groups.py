@@ -78,7 +78,7 @@ class KeyTiles:
         return key_blocks(sizes, self.block_n) if sizes.sequences else -(-sizes.seqlen_k // self.block_n)
 
     def count(self, sizes: Sizes, heads: int, shares: int = 1) -> int:
-        """All tiles, of which each walks over so many query heads of a group, 0 being all, and a share of them."""
+        """All tiles, of which each walks over so many query heads of a group, 0 being all, and a share of queries."""
         parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
         return sizes.batch * sizes.nheads_k * parts * shares * self.blocks(sizes)
 

@@ -209,15 +209,11 @@ def _staggered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTil
 
 @functools.lru_cache(maxsize=256)
 def _with(config: Config, heads: int, shares: int = 1) -> Config:
-    changes: dict[str, KnobValue] = {}
-    if heads != heads_per_tile(config):
-        changes["heads_per_tile"] = heads
-    if shares != query_shares(config):
-        changes["query_shares"] = shares
-    if changes and resources.converts(config):
+    if (heads, shares) == (heads_per_tile(config), query_shares(config)):
+        return config
+    changes: dict[str, KnobValue] = {"heads_per_tile": heads, "query_shares": shares}
+    if resources.converts(config):
         changes["dq_conversion"] = "kernel"
-    if (
-        changes and heads and is_split(config)
-    ):  # a tile that leaves sums has heads in one part, and more of these gain more
+    if heads and is_split(config):  # a tile that leaves sums has heads in one part, and more of these gain more
         changes["split_d"] = False
-    return config.replace(**changes) if changes else config
+    return config.replace(**changes)
