@@ -2,7 +2,8 @@
 
 Tiles come in groups of heads, in each those with the most work first. What the tiles of a group read again stays in the
 L2 cache; but where a launch has few tiles for each SM, the heaviest ones of the last group begin when all others are
-nearly done. In one group of all heads they begin first.
+nearly done. In one group of all heads they begin first. In a forward pass whose CTAs all run at once, several on an SM,
+these get long and short tiles together in that group (`_turned` of the template).
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 SM90 = find_device("h100")
 """All of sm90 have the same registers and shared memory: a kernel depends on no more of a device than that."""
 
+NUM_SMS = 132
+"""The most of any device of sm90."""
+
 ROWS = 64
 """Query rows of a consumer warpgroup: the height of one wgmma tile. Two tiles a warpgroup were never faster."""
 

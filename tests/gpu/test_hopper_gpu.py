@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.families import fitted, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
@@ -226,6 +227,22 @@ def test_scores_that_grow_are_right_and_repeat(key: str, kind: str) -> None:
     assert torch.equal(out, again)
     verdict = check(out, lse, oracle_of(q, k, v, causal=spec.causal))
     assert not isinstance(verdict, Failure), str(verdict)
+
+
+@pytest.mark.parametrize("seqlen", [300, 700, 1000])
+def test_tiles_that_turn_back_have_the_bits_of_any_order(seqlen: int) -> None:
+    """With one, two and three CTAs on most SMs, all of which run at once."""
+    key = "fwd-bf16-d64-causal"
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    q, k, v = (
+        torch.randn(2, 12, seqlen, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)
+    )
+    default = HOPPER_FORWARD.default(Specialization.parse(key), current_device())
+    outs = {heads: torch.full_like(q, float("nan")) for heads in (8, ALL_HEADS)}
+    for heads, out in outs.items():
+        launch_of(key, q, k, v, out, default.replace(**{**CROWD, "heads_per_group": heads}))(q, k, v, out)
+    assert torch.equal(outs[8], outs[ALL_HEADS])
+    assert not outs[8].isnan().any()
 
 
 @pytest.mark.parametrize("height", [40, 60, 75, 95])

@@ -29,7 +29,7 @@ from flashgen.codegen.common_groups import (
     why_pointless,
 )
 from flashgen.codegen.common_order import ALL_HEADS, in_groups
-from flashgen.codegen.common_wgmma import ROWS, widest_block
+from flashgen.codegen.common_wgmma import NUM_SMS, ROWS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import is_split
 from flashgen.codegen.hopper_backward import resources
@@ -77,7 +77,7 @@ def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
     if -(-sizes.seqlen_q // config.integer("block_m")) <= shares:
         return f"{shares} tiles share the queries of a head, which has few blocks of these: {sizes.seqlen_q} queries"
     tiles = sizes.batch * key_heads(config, sizes) // shares * -(-sizes.seqlen_k // KEYS)
-    if tiles > SHARED_WAVES * resources.NUM_SMS:
+    if tiles > SHARED_WAVES * NUM_SMS:
         return f"there are {tiles} tiles, which fill all SMs without sharing queries"
     return None
 

@@ -37,9 +37,6 @@ WIDEST = 128
 
 FP32_BYTES = 4
 
-NUM_SMS = 132
-"""The most of any device of sm90, on each of which one program runs."""
-
 PART_BLOCKS = 8
 """Query blocks whose dq a tile converts: 256 KB of sums."""
 

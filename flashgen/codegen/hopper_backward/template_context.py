@@ -7,7 +7,7 @@ from flashgen.codegen.common_mods import block_names, has_blocks, host_features
 from flashgen.codegen.common_scores import is_positional, window_edges
 from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS, SEQUENCE_SIZES
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
-from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, block
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NUM_SMS, ROWS, SM90, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.hopper_backward import resources, scores
 from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
 from flashgen.core.config import Config
@@ -33,7 +33,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "staggered": resources.is_staggered(config),
         "prefetches_scores": resources.prefetches_scores(config),
         "part_blocks": resources.PART_BLOCKS,
-        "num_sms": resources.NUM_SMS,
+        "num_sms": NUM_SMS,
         "main": f"{config.family}_{'main' if fused else 'dkdv'}",
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,

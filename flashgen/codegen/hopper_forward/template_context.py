@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_mods import has_blocks, mod_parameters
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import (
     SEQUENCE_FLAGS,
@@ -15,7 +16,14 @@ from flashgen.codegen.common_sequences import (
 )
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
-from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
+from flashgen.codegen.common_wgmma import (
+    FIRST_NAMED_BARRIER,
+    NUM_SMS,
+    ROWS,
+    SM90,
+    THREADS_PER_WARPGROUP,
+    descriptor_type,
+)
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
 from flashgen.codegen.head_parts import HeadPart, part_names
 from flashgen.codegen.hopper_forward import resources
@@ -116,6 +124,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "outputs": _outputs(spec, config),
         **_shares(spec, config),
         **hopper_scores.values(spec, aligned=aligned, shared_keys=shared_keys),
+        "turns_back": _turns_back(spec, config),
+        "num_sms": NUM_SMS,
         "schedule_arguments": _schedule_arguments(config, aligned=aligned),
         **_sequences(spec),
         "paged": bool(spec.page_size),
@@ -124,6 +134,15 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         # whether the last tile of a sequence may have no row for a warpgroup
         "passes_over": spec.varlen and config.integer("warpgroups") > 1,
     }
+
+
+def _turns_back(spec: Specialization, config: Config) -> bool:
+    """Whether CTAs that share an SM have tiles of different lengths where a launch has no more tiles than CTAs.
+
+    All heads are one group there, so that tiles lie in the order of their lengths.
+    """
+    one_group = config.integer("heads_per_group") >= ALL_HEADS and not (spec.varlen or spec.window or has_blocks(spec))
+    return one_group and config.integer("blocks_per_sm") > 1 and not split_keys(config)
 
 
 def _outputs(spec: Specialization, config: Config) -> list[str]:
