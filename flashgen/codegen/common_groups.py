@@ -132,9 +132,7 @@ class KeyTiles:
         On none of 75 shapes on an H200 another number was more than 3% faster, and tiles that share nothing took 1.21
         times as long in the mean of these (docs/decisions/query-shares.md).
         """
-        blocks = -(-sizes.seqlen_q // self.block_m)
-        expected = {n: self.steps(sizes, 1, n) for n in SHARES if n == 1 or n < blocks}
-        return _least(expected, 1)
+        return _least({n: self.steps(sizes, 1, n) for n in able_shares(sizes, self.block_m)}, 1)
 
 
 def _least(expected: dict[int, float], own: int) -> int:
@@ -159,6 +157,12 @@ def query_shares(config: Config) -> int:
     shares = config.get("query_shares", 1)
     assert isinstance(shares, int)
     return shares
+
+
+def able_shares(sizes: Sizes, block_m: int) -> list[int]:
+    """The values of `query_shares` below the number of blocks of so many queries, so that no tile is without one."""
+    blocks = -(-sizes.seqlen_q // block_m)
+    return [shares for shares in SHARES if shares == 1 or shares < blocks]
 
 
 def leaves_sums(config: Config) -> bool:

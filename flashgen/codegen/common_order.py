@@ -24,9 +24,14 @@ def heads_per_group(config: Config) -> int:
     return 0 if heads >= ALL_HEADS else heads
 
 
+def follows_lengths(spec: Specialization) -> bool:
+    """Whether tiles have less work the earlier their queries are, at any sizes, and nothing else tells them apart."""
+    return spec.causal and not (spec.window or spec.varlen or has_blocks(spec))
+
+
 @functools.lru_cache(maxsize=256)
 def in_groups(spec: Specialization, config: Config, heads: int) -> Config:
     """A config with groups of so many heads or more; as it is where tiles have no such order, or sizes nobody knows."""
-    if not spec.causal or spec.window or spec.varlen or has_blocks(spec) or config.integer("heads_per_group") >= heads:
+    if not follows_lengths(spec) or config.integer("heads_per_group") >= heads:
         return config
     return config.replace(heads_per_group=heads)

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-import statistics
 from pathlib import Path
 
 import pytest
@@ -137,13 +136,11 @@ def test_two_runs_agree(tmp_path: Path) -> None:
 @EXHAUSTIVE
 def test_other_noise_leads_to_winners_of_nearly_the_same_speed(tmp_path: Path) -> None:
     times = []
-    for seed in range(5):
+    for seed in range(3):
         with Store.open(tmp_path / f"{seed}.sqlite3") as opened:
-            run(opened, executor=FakeExecutor(seed=seed), budget=Budget(trials=80))
+            run(opened, executor=FakeExecutor(seed=seed), budget=Budget(trials=160))
             times.append(true_ms(CAUSAL, chosen(opened).config))
-    # chance alone makes 20% of difference between neighbours
-    assert statistics.geometric_mean(times) / min(times) < 1.05
-    assert max(times) / min(times) < 1.1
+    assert max(times) / min(times) < 1.05
 
 
 @EXHAUSTIVE

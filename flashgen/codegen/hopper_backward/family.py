@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from flashgen.codegen.common_groups import HEADS_PER_TILE, QUERY_SHARES, leaves_sums, query_shares
+from flashgen.codegen.common_groups import HEADS_PER_TILE, QUERY_SHARES, SHARES, leaves_sums, query_shares
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_sequences import why_not_packed
@@ -234,7 +234,7 @@ _ORDERS: tuple[Changes, ...] = (
 )
 """Other orders of a step, of which each won at some length."""
 
-_SHARED: tuple[Changes, ...] = ({"query_shares": 2}, {"query_shares": 4})
+_SHARED: tuple[Changes, ...] = tuple({QUERY_SHARES.name: shares} for shares in SHARES[1:])
 """Where there are few tiles; `heads.balanced` says which of them serves sizes that nobody measured."""
 
 

@@ -23,6 +23,7 @@ from flashgen.codegen.common_groups import (
     BY_RULE,
     SHARES,
     KeyTiles,
+    able_shares,
     heads_per_tile,
     key_heads,
     query_shares,
@@ -74,7 +75,7 @@ def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
     shares = query_shares(config)
     if shares == 1:
         return None
-    if -(-sizes.seqlen_q // config.integer("block_m")) <= shares:
+    if shares not in able_shares(sizes, config.integer("block_m")):
         return f"{shares} tiles share the queries of a head, which has few blocks of these: {sizes.seqlen_q} queries"
     tiles = sizes.batch * key_heads(config, sizes) // shares * -(-sizes.seqlen_k // KEYS)
     if tiles > SHARED_WAVES * NUM_SMS:

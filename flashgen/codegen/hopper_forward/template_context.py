@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_mods import has_blocks, mod_parameters
-from flashgen.codegen.common_order import ALL_HEADS
+from flashgen.codegen.common_order import ALL_HEADS, follows_lengths
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import (
     SEQUENCE_FLAGS,
@@ -141,7 +141,7 @@ def _turns_back(spec: Specialization, config: Config) -> bool:
 
     All heads are one group there, so that tiles lie in the order of their lengths.
     """
-    one_group = config.integer("heads_per_group") >= ALL_HEADS and not (spec.varlen or spec.window or has_blocks(spec))
+    one_group = config.integer("heads_per_group") >= ALL_HEADS and follows_lengths(spec)
     return one_group and config.integer("blocks_per_sm") > 1 and not split_keys(config)
 
 
