@@ -1,7 +1,8 @@
 """What serves sizes that nobody measured, against races of the alternatives on an H100 and an H200.
 
 `tile_orders_nvidia_h100.csv` has groups of heads in the order of the tiles of a causal forward pass, that of the H200
-launches with more than 32 heads, and `backward_orders_nvidia_h200.csv` the same of backward passes,
+launches with more than 32 heads, `tile_turns_nvidia_h200.csv` tiles in one group and in groups of 32 where several CTAs
+of an SM may run at once, and `backward_orders_nvidia_h200.csv` groups of backward passes,
 `short_queries_nvidia_h100.csv` tiles for few queries of a head, `staggered_warpgroups_nvidia_h100.csv` warpgroups
 of a backward pass in step and staggered, and `small_backward_nvidia_h100.csv` both of its families and steps of 64 and
 128 queries for few queries and keys.
@@ -86,6 +87,22 @@ def test_of_many_heads_those_are_one_group_that_have_few_tiles() -> None:
     assert max(lost) <= 1.06
     in_groups = losses(times, lambda workload: (chosen(workload)[0], "32"))
     assert statistics.geometric_mean(in_groups) > 1.02, "which a group of all is there for"
+
+
+def test_ctas_of_an_sm_that_all_run_at_once_are_one_group() -> None:
+    """Which gives each SM long and short ones."""
+    times = measured("tile_turns", ("warpgroups", "block_n", "heads_per_group"), "h200")
+
+    def chosen(workload: Workload) -> tuple[str, ...]:
+        config = default_config(specialization(workload), H200)
+        return words(served(workload, config, H200), "warpgroups", "block_n", "heads_per_group")
+
+    turned = [workload for workload in times if chosen(workload)[-1] == "1024"]
+    assert len(turned) >= 6
+    lost = losses({workload: times[workload] for workload in turned}, chosen)
+    in_groups = losses({workload: times[workload] for workload in turned}, lambda each: (*chosen(each)[:-1], "32"))
+    assert max(lost) <= 1.01
+    assert statistics.geometric_mean(in_groups) > 1.02, "which the order is there for"
 
 
 @pytest.mark.parametrize("own", [4, 8, 16])
