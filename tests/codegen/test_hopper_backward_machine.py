@@ -74,6 +74,7 @@ HEADS: dict[str, Any] = {"nheads": 2, "nheads_k": 1, "head_dim": 64, "dtype": to
 
 TILES: dict[str, KnobValue] = {"dq_conversion": "tiles", "block_m": 128}
 SOME_HEADS: dict[str, KnobValue] = {"heads_per_tile": 2}
+ALL_KEYS: dict[str, KnobValue] = {"dq_conversion": "none"}
 WHOLE: dict[str, KnobValue] = {"split_d": False}
 Dense = tuple[KernelFamily, str, tuple[int, int], dict[str, KnobValue]]
 
@@ -93,6 +94,27 @@ DENSE: dict[str, Dense] = {
     "fused, shared queries of some heads": (FUSED, "bf16-d64", (330, 130), {"query_shares": 4, "heads_per_tile": 2}),
     "fused, more shares than blocks": (FUSED, "bf16-d128-causal", (70, 200), {"query_shares": 4, "persistent": False}),
     "fused, one head a tile": (FUSED, "bf16-d64", (70, 130), {"heads_per_tile": 1, "persistent": False}),
+    "fused, all keys in a tile": (FUSED, "bf16-d64", (200, 77), ALL_KEYS),
+    "fused, all keys and queries of a head without one": (
+        FUSED,
+        "bf16-d64-causal",
+        (300, 100),
+        ALL_KEYS | {"block_m": 64},
+    ),
+    "fused, all keys in step": (FUSED, "bf16-d128-causal", (70, 128), ALL_KEYS | TOGETHER | ONE_EACH),
+    "fused, all keys of scores ahead": (FUSED, "bf16-d40", (260, 5), ALL_KEYS | AHEAD),
+    "fused, all keys and shared queries of some heads": (
+        FUSED,
+        "bf16-d64",
+        (330, 100),
+        ALL_KEYS | SOME_HEADS | {"query_shares": 4},
+    ),
+    "fused, all keys and more shares than blocks": (
+        FUSED,
+        "bf16-d96-causal",
+        (70, 128),
+        ALL_KEYS | {"query_shares": 4},
+    ),
     "split, some heads a tile": (SPLIT, "bf16-d64-window", (70, 130), SOME_HEADS),
     "wide, some heads a tile": (SPLIT, "bf16-d192-dv256-causal", (70, 70), SOME_HEADS | WHOLE),
     "split, shared queries": (SPLIT, "bf16-d64-causal", (300, 200), {"query_shares": 2}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from flashgen.codegen.common_types import TORCH_DTYPES
 from flashgen.codegen.families import FAMILIES, family, invalid, unsupported
 from flashgen.codegen.family import KernelFamily
 from flashgen.core.config import Config, KnobValue
+from flashgen.core.errors import LaunchError
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward import BackwardTensors, backward_geometry
@@ -194,13 +195,49 @@ def test_products_of_a_head_in_two_parts_or_whole_give_the_gradients(key: str, s
     _gives_the_gradients(row, spec, row.default(spec, device).replace(split_d=split_d))
 
 
-def _gives_the_gradients(row: KernelFamily, spec: Specialization, config: Config) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"block_m": 64},
+        {"block_m": 64, "persistent": False},
+        {"stagger_warpgroups": False, "q_stages": 3},
+        {"query_shares": 4},
+        {"heads_per_tile": 2, "query_shares": 2},
+        {"qk_prefetch": True, "accumulator_init": "interleaved"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["bwd-bf16-d64", "bwd-bf16-d40-causal", "bwd-fp16-d96", "bwd-bf16-d128-causal"])
+def test_tiles_that_have_all_keys_give_the_gradients(key: str, changes: dict[str, KnobValue]) -> None:
+    spec, device = Specialization.parse(key), current_device()
+    row = family("hopper_backward_fused")
+    if unsupported(row, spec, device) is not None:
+        pytest.skip("needs a Hopper GPU")
+    config = row.default(spec, device).replace(dq_conversion="none", **changes)
+    if (reason := invalid(config, spec, device)) is not None:
+        pytest.skip(reason)
+    # groups of 7, of 1 and of 3 heads, one key, far more tiles than SMs
+    shapes = [(2, 14, 2, 77, 77), (1, 3, 3, 60, 128), (40, 24, 8, 100, 120)]
+    shapes += [] if spec.causal else [(1, 2, 2, 5000, 77), (3, 6, 2, 1, 1)]
+    _gives_the_gradients(row, spec, config, shapes)
+    given = random_tensors((1, 2, 2, 129, 129), spec.head_dim, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
+    with pytest.raises(LaunchError, match="all keys, at most 128, got seqlen_k 129"):
+        make_backward_plan(compile_kernel(spec, config, device), spec, config, backward_geometry(given), 0)
+
+
+# groups of 7, of 1 and of 3 heads, keys at no multiple of a tile, far more tiles than SMs
+SHAPES = ((2, 14, 2, 200, 333), (1, 3, 3, 60, 130), (9, 24, 8, 500, 700))
+
+
+def _gives_the_gradients(
+    row: KernelFamily, spec: Specialization, config: Config, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> None:
     device = current_device()
     assert invalid(config, spec, device) is None
     compiled = compile_kernel(spec, config, device)
     window = (90, 20) if spec.window else None
-    # groups of 7, of 1 and of 3 heads, keys at no multiple of a tile, far more tiles than SMs
-    for shape in ((2, 14, 2, 200, 333), (1, 3, 3, 60, 130), (9, 24, 8, 500, 700)):
+    for shape in shapes:
         given = random_tensors(shape, spec.head_dim, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
         expected = expected_gradients(given, causal=spec.causal, window=window)
         features = None if window is None else Features(window=window)
@@ -213,8 +250,8 @@ def _gives_the_gradients(row: KernelFamily, spec: Specialization, config: Config
             for name, mine, wanted in zip(GRADIENTS, found, expected, strict=True):
                 error = (mine - wanted).norm() / wanted.norm()
                 assert error < 1e-2, f"{name} of {shape} differs by {error:.2g} of its norm"
-            # sums of parts have one order: only dq of the fused family has none
-            same = 0 if row.is_deterministic else 1
+            # sums of parts have one order: only those of dq in memory have none
+            same = 0 if row.is_deterministic or config.get("dq_conversion", "") == "none" else 1
             assert before is None or all(map(torch.equal, found[same:], before[same:]))
             before = found
 

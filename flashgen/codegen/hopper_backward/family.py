@@ -51,8 +51,9 @@ FUSED_KNOBS = (
     *_COMMON,
     Knob(
         name="dq_conversion",
-        values=("kernel", "tiles"),
-        meaning="sums of dq are converted by a kernel after all tiles, or by tiles of their own between the others",
+        values=("kernel", "tiles", "none"),
+        meaning="sums of dq are converted by a kernel after all tiles, or by tiles of their own between the others; "
+        "or there are none, since one tile has all keys, at most 128, and writes dq",
     ),
     Knob(
         name="stagger_warpgroups",
@@ -165,6 +166,8 @@ def _why_not_packed(spec: Specialization, config: Config) -> str | None:
 
 
 def _why_impossible_conversion(spec: Specialization, config: Config, device: Device) -> str | None:
+    if resources.writes_dq(config) and not heads.is_plain(spec):
+        return "one tile has all keys where there is nothing but a causal mask"
     if not resources.converts(config):
         return None
     if not config["persistent"]:

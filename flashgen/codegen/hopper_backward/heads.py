@@ -51,8 +51,8 @@ Large ones are enough where the queries of all heads do not fit into the L2 cach
 SHORT, ODD = 6, 11
 """Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
 
-KEYS, SHARED_WAVES = 2 * ROWS, 2
-"""Keys of a tile with all columns of a head in registers, and tiles for each SM up to which they may share queries."""
+SHARED_WAVES = 2
+"""Tiles for each SM up to which they may share queries."""
 
 FEW_BLOCKS, MANY_TILES = 4, 3
 """Blocks of keys up to which, and tiles of one query head for each SM above which, a kernel of its own computes dq of
@@ -60,15 +60,22 @@ wider heads."""
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """The same without sums in memory where a tile has all heads of a group anyway, or where there are many tiles."""
+    """The same without sums in memory where a tile has all heads of a group anyway, or where there are many tiles.
+
+    And with sums of dq, where there are more keys than those of a tile that writes it.
+    """
+    if resources.why_not_written(config, sizes) is not None:
+        config = _with_sums(config)
     if why_pointless(config, sizes) is not None:
         config = config.replace(heads_per_tile=0)
     return config if _why_share_no_queries(config, sizes) is None else _alone(config)
 
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
-    """The reason why sums go through memory for nothing at these sizes, or None."""
-    return why_pointless(config, sizes) or _why_share_no_queries(config, sizes)
+    """The reason why sums go through memory for nothing at these sizes, or dq has to and does not, or None."""
+    return (
+        why_pointless(config, sizes) or resources.why_not_written(config, sizes) or _why_share_no_queries(config, sizes)
+    )
 
 
 def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
@@ -77,7 +84,7 @@ def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
         return None
     if shares not in able_shares(sizes, config.integer("block_m")):
         return f"{shares} tiles share the queries of a head, which has few blocks of these: {sizes.seqlen_q} queries"
-    tiles = sizes.batch * key_heads(config, sizes) // shares * -(-sizes.seqlen_k // KEYS)
+    tiles = sizes.batch * key_heads(config, sizes) // shares * -(-sizes.seqlen_k // resources.KEYS)
     if tiles > SHARED_WAVES * NUM_SMS:
         return f"there are {tiles} tiles, which fill all SMs without sharing queries"
     return None
@@ -147,6 +154,11 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     if _may_share(spec, config):
         found += [stagger(spec, _in_shares(spec, own, heads, n)) for heads in (0, 1) for n in SHARES[1:]]
     return tuple(other for other in dict.fromkeys(found) if other != config)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_sums(config: Config) -> Config:
+    return config.replace(dq_conversion="kernel")
 
 
 @functools.lru_cache(maxsize=256)

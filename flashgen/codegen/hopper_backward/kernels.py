@@ -14,6 +14,7 @@ from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Scrat
 from flashgen.codegen.hopper_backward import resources, scores
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
 
 PREPARE_ROWS = 32
@@ -35,8 +36,10 @@ _FLOATS = ("softmax_scale", "softmax_scale_log2")
 def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     """The kernels of a config, in the order of their launches."""
     found = [_prepare(spec, config), _over_keys(spec, config)]
-    if not resources.converts(config):
-        found.append(_finish(spec, config) if resources.is_fused(config) else _over_queries(spec, config))
+    if not resources.is_fused(config):
+        found.append(_over_queries(spec, config))
+    elif config["dq_conversion"] == "kernel":
+        found.append(_finish(spec, config))
     if leaves_sums(config):
         found.append(_sum(spec, config))
     # all but the first read what kernels in front of them wrote, and wait for those themselves
@@ -53,7 +56,7 @@ def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch
         found += [Scratch(name="lse_start", shape=by_row), Scratch(name="dp_start", shape=by_row)]
     else:
         found = [Scratch(name="neg_delta", shape=by_row), Scratch(name="lse_start", shape=by_row)]
-    if resources.is_fused(config):
+    if resources.adds_dq(config):
         lines = sizes.batch * sizes.nheads * rows * block(spec.head_dim) // LINE
         found.append(Scratch(name="dq_acc", shape=(lines, LINE)))
     if resources.converts(config):
@@ -65,7 +68,7 @@ def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch
 
 def _prepare(spec: Specialization, config: Config) -> KernelSpec:
     names = ["O", "DO", "LSE", "DLSE", "NegDelta", "LseStart", *(["DpStart"] if spec.varlen else [])]
-    names += ["DqAcc"] if resources.is_fused(config) else []
+    names += ["DqAcc"] if resources.adds_dq(config) else []
     names += ["TilesDone"] if resources.converts(config) else []
     scale = [] if scores.starts_at_zero(spec) else ["softmax_scale_log2"]
     names += [*_strides(spec, "o"), *_strides(spec, "do"), *scale, "nheads", *_query_rows(spec)]
@@ -79,17 +82,19 @@ def _prepare(spec: Specialization, config: Config) -> KernelSpec:
 
 def _over_keys(spec: Specialization, config: Config) -> KernelSpec:
     block_m, fused = config.integer("block_m"), resources.is_fused(config)
-    columns = resources.dq_columns(spec, config)
-    boxes = {"q": (block_m, spec.head_dim), "k": (ROWS, spec.head_dim), "v": (ROWS, spec.head_dim_v)}
-    boxes |= {"do": (block_m, spec.head_dim_v), "dk": boxes["k"], "dv": boxes["v"], "dq": (ROWS, columns)}
+    width, width_v, columns = block(spec.head_dim), block(spec.head_dim_v), resources.dq_columns(spec, config)
+    boxes = {"q": (block_m, width), "k": (ROWS, width), "v": (ROWS, width_v)}
+    boxes |= {"do": (block_m, width_v), "dk": boxes["k"], "dv": boxes["v"], "dq": (ROWS, columns)}
     dp_start = "dp_start" if spec.varlen else "neg_delta"
     boxes |= {"lse_start": (block_m, 1), dp_start: (block_m, 1), "dq_acc": (ROWS * columns // LINE, LINE)}
     names = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc", f"{dp_start}_desc"]
-    names += ["dq_acc_desc"] if fused else []
-    names += ["dq_desc", "DqAcc", "TilesDone"] if resources.converts(config) else []
+    names += ["dq_acc_desc"] if resources.adds_dq(config) else []
+    names += ["dq_desc"] if resources.converts(config) or resources.writes_dq(config) else []
+    names += ["DqAcc", "TilesDone"] if resources.converts(config) else []
     names += [*resources.key_gradients(config), *(["Counter"] if config["persistent"] else []), *_sizes(spec)]
 
     def programs(device: Device, sizes: Sizes) -> int:
+        _check_keys(config, sizes)
         if spec.varlen:
             return min(key_blocks(sizes, resources.block_n(spec)) * key_heads(config, sizes), device.num_sms)
         tiles = -(-sizes.seqlen_k // resources.block_n(spec))
@@ -102,10 +107,21 @@ def _over_keys(spec: Specialization, config: Config) -> KernelSpec:
     return _gluon(config, "main" if fused else "dkdv", _parameters(spec, names, boxes), programs)
 
 
+def _check_keys(config: Config, sizes: Sizes) -> None:
+    """Refuse what would be wrong without a word: a tile that writes dq of some of the keys.
+
+    Raises:
+        LaunchError: there are more keys than a tile has.
+    """
+    if reason := resources.why_not_written(config, sizes):
+        raise LaunchError(reason)
+
+
 def _over_queries(spec: Specialization, config: Config) -> KernelSpec:
     block_n = config.integer("dq_block_n")
-    boxes = {"q": (ROWS, spec.head_dim), "k": (block_n, spec.head_dim), "v": (block_n, spec.head_dim_v)}
-    boxes |= {"do": (ROWS, spec.head_dim_v), "dq": boxes["q"]}
+    width, width_v = block(spec.head_dim), block(spec.head_dim_v)
+    boxes = {"q": (ROWS, width), "k": (block_n, width), "v": (block_n, width_v)}
+    boxes |= {"do": (ROWS, width_v), "dq": boxes["q"]}
     dp_start = "DpStart" if spec.varlen else "NegDelta"
     names = ["q_desc", "k_desc", "v_desc", "do_desc", "dq_desc", "LseStart", dp_start, *_sizes(spec)]
 
@@ -212,7 +228,7 @@ def _descriptor(spec: Specialization, name: str, boxes: Boxes) -> str:
     if name == "dq_acc":
         return f"tensordesc<fp32[{rows}, {columns}],{_fp32_layout(128, 2)}>"
     # of packed sequences one axis more says where one ends
-    return descriptor_type(spec.dtype, *([1] if spec.varlen else []), rows, block(columns))
+    return descriptor_type(spec.dtype, *([1] if spec.varlen else []), rows, columns)
 
 
 def _fp32_layout(swizzle: int, rank: int) -> str:

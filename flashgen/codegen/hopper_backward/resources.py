@@ -14,6 +14,7 @@ from flashgen.codegen.common_wgmma import (
     one_part,
     widest_block,
 )
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split, why_not_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -31,6 +32,9 @@ PRODUCER_REGISTERS = 24
 
 DO_STAGES = 2
 """Slots for blocks of dO. A third slot for Q was slower by up to 15%, so one for dO was not tried."""
+
+KEYS = 2 * ROWS
+"""Keys of a tile with all columns of a head in registers."""
 
 WIDEST = 128
 """Columns of a head up to which a warpgroup holds both dk and dv of its 64 keys in registers."""
@@ -75,7 +79,7 @@ def why_not_parts(spec: Specialization) -> str | None:
 
 def block_n(spec: Specialization) -> int:
     """Keys of a tile: 64 for each of two warpgroups, or for both. 256 were slower."""
-    return ROWS if is_wide(spec) else 2 * ROWS
+    return ROWS if is_wide(spec) else KEYS
 
 
 def is_fused(config: Config) -> bool:
@@ -86,6 +90,23 @@ def is_fused(config: Config) -> bool:
 def converts(config: Config) -> bool:
     """Whether tiles convert sums of dq."""
     return is_fused(config) and config["dq_conversion"] == "tiles"
+
+
+def writes_dq(config: Config) -> bool:
+    """Whether one tile has all keys of a head, and dq of its steps is all there is."""
+    return is_fused(config) and config["dq_conversion"] == "none"
+
+
+def why_not_written(config: Config, sizes: Sizes) -> str | None:
+    """Why dq that tiles write would be that of some of the keys, or None."""
+    if not writes_dq(config) or sizes.seqlen_k <= KEYS:
+        return None
+    return f"tiles that write dq have all keys, at most {KEYS}, got seqlen_k {sizes.seqlen_k}"
+
+
+def adds_dq(config: Config) -> bool:
+    """Whether tiles add dq to sums in memory."""
+    return is_fused(config) and not writes_dq(config)
 
 
 def is_staggered(config: Config) -> bool:

@@ -30,6 +30,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "fused": fused,
         # whether tiles of the same kernel convert sums of dq; the orders of the steps
         "converts": resources.converts(config),
+        "adds_dq": resources.adds_dq(config),
+        "writes_dq": resources.writes_dq(config),
         "staggered": resources.is_staggered(config),
         "prefetches_scores": resources.prefetches_scores(config),
         "part_blocks": resources.PART_BLOCKS,
@@ -161,12 +163,13 @@ def _visibility(spec: Specialization) -> list[str]:
 def _names(spec: Specialization, config: Config) -> dict[str, object]:
     """What the roles are handed together."""
     fused, wide, persistent = resources.is_fused(config), resources.is_wide(spec), config["persistent"]
+    of_dq = ["dq_desc"] if resources.writes_dq(config) else ["dq_acc_desc"] if fused else []
     descs = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc"]
     descs.append("dp_start_desc" if spec.varlen else "neg_delta_desc")
     buffers = ["q_tiles", "k_tiles", "v_tiles", "do_tiles", "lse_tiles", "delta_tiles"]
     buffers += ["p_tiles"] if wide else ["ds_tiles", "dq_tiles"] if fused else []
     return {
-        "descs": [*descs, *(["dq_acc_desc"] if fused else []), *resources.key_gradients(config)],
+        "descs": [*descs, *of_dq, *resources.key_gradients(config)],
         "buffers": [*buffers, *(["next_tiles"] if persistent else [])],
     }
 
