@@ -122,6 +122,21 @@ def test_few_tiles_of_a_backward_pass_are_in_large_groups_of_heads(own: int) -> 
     assert max(without) > 1.17
 
 
+def test_groups_of_heads_of_a_backward_pass_fit_into_the_l2_cache() -> None:
+    """Those of key heads that four query heads share have four times the queries."""
+    times = measured("backward_orders", ("heads_per_tile", "heads_per_group"), "h200")
+
+    def chosen(workload: Workload) -> tuple[str, ...]:
+        config = default_config(specialization(workload), H200).replace(heads_per_group=16)
+        return words(served(workload, config, H200), "heads_per_tile", "heads_per_group")
+
+    large = [Workload.parse(f"bwd-bf16-{key}-d128-causal") for key in ("b4-h16-hk4-s4096", "b2-h32-hk8-s2048")]
+    own = {workload: times[workload] for workload in large}
+    assert [chosen(workload)[-1] for workload in large] == ["4", "8"]
+    assert max(losses(own, chosen)) == 1
+    assert min(losses(own, lambda workload: (chosen(workload)[0], "16"))) > 1.03, "which the cache is asked for"
+
+
 def test_keys_before_all_queries_make_tiles_alike_whose_rounds_count() -> None:
     """243 tiles of all heads of a group are two rounds on 132 SMs, without short ones; of two heads they are 486."""
     times = measured("backward_orders", ("heads_per_tile",), "h200")

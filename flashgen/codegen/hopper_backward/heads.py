@@ -29,7 +29,7 @@ from flashgen.codegen.common_groups import (
     query_shares,
     why_pointless,
 )
-from flashgen.codegen.common_order import ALL_HEADS, in_groups
+from flashgen.codegen.common_order import ALL_HEADS, follows_lengths, in_groups
 from flashgen.codegen.common_wgmma import NUM_SMS, ROWS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import is_split
@@ -42,10 +42,10 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 FEW_WAVES = 4
 """Tiles for each SM up to which heads of 128 columns are better off with staggered warpgroups under a causal mask."""
 
-ONE_GROUP_WAVES, LARGE_GROUP_WAVES, LARGE_GROUP = 3, 6, 16
+ONE_GROUP_WAVES, LARGE_GROUP_WAVES, LARGE_GROUP, GROUPS_IN_L2 = 3, 6, 16, (16, 8, 4)
 """Tiles for each SM up to which all heads are one group under a causal mask, and up to which groups are large.
 
-Large ones are enough where the queries of all heads do not fit into the L2 cache.
+Where the queries of all heads do not fit into the L2 cache, those of a group do.
 """
 
 SHORT, ODD = 6, 11
@@ -149,7 +149,8 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     fused = [own, short_steps(spec, own)]
     kinds = [*fused, *([split_default(spec, device)] if _may_split(spec, config) else [])]
     found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
-    found += [in_groups(spec, other, heads) for other in found for heads in (LARGE_GROUP, ALL_HEADS)]
+    found += [in_groups(spec, other, ALL_HEADS) for other in found]
+    found += [_in_l2(spec, other, heads) for other in found for heads in GROUPS_IN_L2]
     found += [stagger(spec, other) for other in found]
     if _may_share(spec, config):
         found += [stagger(spec, _in_shares(spec, own, heads, n)) for heads in (0, 1) for n in SHARES[1:]]
@@ -203,9 +204,18 @@ def _ordered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles
     if not 1 < waves <= LARGE_GROUP_WAVES:
         return config
     own, heads = config.integer("heads_per_group"), sizes.batch * key_heads(config, sizes)
-    fits = not 0 < device.l2_bytes < sizes.batch * sizes.nheads * sizes.seqlen_q * _row_bytes(spec)
-    wanted = ALL_HEADS if heads > LARGE_GROUP and fits and waves <= ONE_GROUP_WAVES else LARGE_GROUP
+    head_bytes = sizes.batch * sizes.nheads * sizes.seqlen_q * _row_bytes(spec) // heads
+    if 0 < device.l2_bytes < heads * head_bytes:
+        return _in_l2(spec, config, device.l2_bytes // head_bytes)
+    wanted = ALL_HEADS if heads > LARGE_GROUP and waves <= ONE_GROUP_WAVES else LARGE_GROUP
     return in_groups(spec, config, wanted) if own < heads else config
+
+
+@functools.lru_cache(maxsize=256)
+def _in_l2(spec: Specialization, config: Config, heads: int) -> Config:
+    """A config with the largest groups whose queries fit into an L2 cache that has room for so many heads."""
+    wanted = next((group for group in GROUPS_IN_L2 if group <= heads), GROUPS_IN_L2[-1])
+    return config.replace(heads_per_group=wanted) if follows_lengths(spec) else config
 
 
 def _row_bytes(spec: Specialization) -> int:
