@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.results import Row
-from benchmarks.varlen_cases import SUITE, TRAINING_SUITE
+from benchmarks.varlen_cases import PAGED_SUITE, SUITE, TRAINING_SUITE
 from flashgen.core.workload import Workload
 
 Check = Callable[[re.Match[str], Sequence[Row]], list[str]]
@@ -42,6 +42,14 @@ def beside_peers(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
             if not sum(won) == len(won) == int(match[group]):
                 faults.append(f"it is ahead of {impl} on {sum(won)} of {len(won)} in {suite}")
     return faults
+
+
+def over_pages(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
+    """The speed over FlashAttention-4's: lowest and highest of batches that are ahead, and of the one that is not."""
+    rates = sorted(by_impl["flashgen"] / by_impl["fa4"] for _, by_impl in speeds_of(rows, PAGED_SUITE))
+    figures = [f"{rate:.2f}" for rate in (rates[1], rates[-1], rates[0])]
+    right = len(rates) == 4 and [match["lowest"], match["highest"], match["other"]] == figures
+    return [] if right else [f"it is {figures} of {len(rates)}"]
 
 
 def rates_of(rows: Sequence[Row], suite: str, *head_dims: int) -> list[float]:
