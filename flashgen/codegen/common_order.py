@@ -29,9 +29,12 @@ def follows_lengths(spec: Specialization) -> bool:
     return spec.causal and not (spec.window or spec.varlen or has_blocks(spec))
 
 
-@functools.lru_cache(maxsize=256)
 def in_groups(spec: Specialization, config: Config, heads: int) -> Config:
     """A config with groups of so many heads or more; as it is where tiles have no such order, or sizes nobody knows."""
-    if not follows_lengths(spec) or config.integer("heads_per_group") >= heads:
-        return config
-    return config.replace(heads_per_group=heads)
+    return config if config.integer("heads_per_group") >= heads else in_groups_of(spec, config, heads)
+
+
+@functools.lru_cache(maxsize=256)
+def in_groups_of(spec: Specialization, config: Config, heads: int) -> Config:
+    """The same of just so many."""
+    return config.replace(heads_per_group=heads) if follows_lengths(spec) else config

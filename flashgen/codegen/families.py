@@ -143,6 +143,11 @@ def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     return family(config.family).poor_at_sizes(config, sizes)
 
 
+def most_keys(config: Config) -> int | None:
+    """The keys that a launch of a config has at most; None is any number."""
+    return family(config.family).most_keys(config)
+
+
 def balanced(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these."""
     return family(config.family).balanced(spec, config, sizes.in_blocks(), device)

@@ -205,6 +205,10 @@ def _always_fit(config: Config, sizes: Sizes) -> str | None:
     return None
 
 
+def _any_number(config: Config) -> int | None:
+    return None
+
+
 def _on_none(spec: Specialization, device: Device) -> str | None:
     return None
 
@@ -239,6 +243,7 @@ class KernelFamily:
         slower_on: the reason why the default of the next family that applies is faster on a device, or None.
         slower_at: likewise at some sizes.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
+        most_keys: the keys that a launch of a valid config has at most, or None; above them `poor_at_sizes` says why.
         balanced: a config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these.
         beside: what `balanced` may serve in the place of a config at one size or another.
         over_pages: of a config that was measured without pages, the one most like it for a specialization that has them
@@ -276,6 +281,7 @@ class KernelFamily:
     slower_on: Callable[[Specialization, Device], str | None] = _on_none
     slower_at: Callable[[Specialization, Sizes, Device], str | None] = _nowhere
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
+    most_keys: Callable[[Config], int | None] = _any_number
     balanced: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     beside: Callable[[Specialization, Config, Device], tuple[Config, ...]] = _nothing_else
     over_pages: Callable[[Specialization, Config, Device], Config] = _unchanged

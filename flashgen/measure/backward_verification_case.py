@@ -113,9 +113,11 @@ def backward_problem(
 
 
 def backward_odd_problems(
-    spec: Specialization, device: torch.device | str
+    spec: Specialization, device: torch.device | str, most_keys: int | None = None
 ) -> tuple[tuple[OddShape, BackwardVerificationCase], ...]:
     """The odd shapes of one specialization with their right answers; meant to be kept for all its configs.
+
+    Or for those that no launch with more than `most_keys` may have.
 
     Sinks are no part of a backward specialization, but change the LSE: every other shape has them, and every second
     pair of shapes has a gradient of the LSE.
@@ -123,7 +125,7 @@ def backward_odd_problems(
     Raises:
         UnsupportedError: the specialization has a feature that the references do not compute.
     """
-    shapes = enumerate(odd_shapes(spec))
+    shapes = enumerate(odd_shapes(spec, most_keys))
     return tuple(
         (shape, backward_odd_problem(spec, shape, device, sink=n % 2 == 1, dlse=n // 2 % 2 == 1)) for n, shape in shapes
     )

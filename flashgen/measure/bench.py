@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, default_config, exact_sibling, usual
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, default_config, exact_sibling, most_keys, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -191,7 +191,9 @@ class Bench:
         self._stopwatch = stopwatch
         self._keep_bytes = keep_bytes
         self._states: OrderedDict[Workload, State] = OrderedDict()
-        self._odd: OrderedDict[Specialization, Sequence[tuple[Titled, VerificationCase]]] = OrderedDict()
+        self._odd: OrderedDict[tuple[Specialization, int | None], Sequence[tuple[Titled, VerificationCase]]] = (
+            OrderedDict()
+        )
         self._odd_verdicts: dict[tuple[Specialization, Config], Failure | None] = {}
 
     def state(self, workload: Workload) -> State:
@@ -331,11 +333,12 @@ class Bench:
     def _odd_verdict(
         self, spec: Specialization, config: Config, factory: Factory, repeats: int, *, out_alone: bool
     ) -> Failure | None:
-        key = (spec, config)
+        key, most = (spec, config), most_keys(config)
         if key not in self._odd_verdicts:
-            if spec not in self._odd:
-                self._odd[spec] = direction_of(spec).odd_problems(spec, self._where)
-            self._odd_verdicts[key] = check_odd(factory, self._odd[spec], repeats, out_alone=out_alone)
+            if (spec, most) not in self._odd:
+                limit = {} if most is None else {"most_keys": most}
+                self._odd[spec, most] = direction_of(spec).odd_problems(spec, self._where, **limit)
+            self._odd_verdicts[key] = check_odd(factory, self._odd[spec, most], repeats, out_alone=out_alone)
         return self._odd_verdicts[key]
 
     def _sdpa_unit(self, state: State, impl: str) -> Unit | None:

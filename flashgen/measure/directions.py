@@ -57,13 +57,13 @@ class Direction:
 
     Attributes:
         problem: from a workload, the number of copies, a seed, a device and a kind of data (`measure.data_kinds`).
-        odd_problems: the odd shapes of a specialization.
+        odd_problems: the odd shapes of a specialization on a device; of a backward pass those with `most_keys`, too.
         baseline: one of torch's backends (its name) on a workload's problem, or why it cannot run.
         repeats: how often a kernel that gives the same bits every time has to give them again.
     """
 
     problem: Callable[[Workload, int, int, torch.device, str], VerificationCase]
-    odd_problems: Callable[[Specialization, torch.device], Sequence[tuple[Titled, VerificationCase]]]
+    odd_problems: Callable[..., Sequence[tuple[Titled, VerificationCase]]]
     baseline: Callable[[str, Workload, Any], BaselineCall | str]
     repeats: int
 

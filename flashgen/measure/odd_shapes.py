@@ -110,6 +110,14 @@ HARD_SHAPES = tuple(
 )
 """Every kind of hard data, with keys for several blocks and few enough scores for a gate that is run often."""
 
+FEW_KEYS_SHAPES = (
+    OddShape(seqlen_q=1023, seqlen_k=128, batch=1, nheads_k=2),
+    OddShape(seqlen_q=130, seqlen_k=77, q_offset=-40, batch=3, layout="bshd"),
+    OddShape(seqlen_q=64, seqlen_k=100, q_offset=60, batch=1, gain=30.0),
+    *(replace(shape, seqlen_k=100) for shape in HARD_SHAPES),
+)
+"""In the place of those with more keys, for a config that no launch with so many may have."""
+
 CAP_SHAPES = (OddShape(seqlen_q=200, seqlen_k=700, batch=1, nheads_k=2, form=FeatureForm(softcap=400.0)),)
 """With a softcap in a forward pass: one that bounds too little for exponentials to need no running maximum."""
 
@@ -145,8 +153,8 @@ def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tupl
     return tuple((shape, odd_problem(spec, shape, device)) for shape in odd_shapes(spec))
 
 
-def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
-    """The shapes for a specialization, with what does not concern it left out.
+def odd_shapes(spec: Specialization, most_keys: int | None = None) -> tuple[OddShape, ...]:
+    """The shapes for a specialization, with what does not concern it left out, and what has more than `most_keys`.
 
     Raises:
         UnsupportedError: the specialization has a feature that the references do not compute.
@@ -154,8 +162,11 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
     refuse_uncomputed(spec)
     found = []
     capped = CAP_SHAPES if spec.softcap and spec.direction == "forward" else ()
-    hard = tuple(shape for shape in HARD_SHAPES if shape.data in hard_kinds(spec.dtype))
-    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped + hard):
+    shapes = ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped + HARD_SHAPES
+    if most_keys is not None:
+        shapes = tuple(shape for shape in shapes + FEW_KEYS_SHAPES if shape.seqlen_k <= most_keys)
+    unusual = set(HARD_KINDS) - set(hard_kinds(spec.dtype))
+    for number, shape in enumerate(shape for shape in shapes if shape.data not in unusual):
         if shape.early_keys != 1.0 and spec.direction == "backward":
             continue  # it reads statistics, and follows none
         # a causal mask is the right edge

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.families import balanced, beside, default_config, invalid, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
@@ -120,6 +121,17 @@ def test_few_tiles_of_a_backward_pass_are_in_large_groups_of_heads(own: int) -> 
     without = losses(times, lambda workload: (chosen(workload)[0], str(own)))
     assert statistics.geometric_mean(without) > {4: 1.09, 8: 1.05, 16: 1.035}[own], "which the order is there for"
     assert max(without) > 1.17
+
+
+@pytest.mark.parametrize(
+    ("key", "groups"),
+    [("bwd-b16-h32-s1024-d64-causal", "8"), ("bwd-b4-h16-s4096-d256-causal", "8"), ("b16-h16-s4096-d128-causal", "32")],
+)
+def test_many_tiles_are_not_one_group_as_those_of_a_record_with_few(key: str, groups: str) -> None:
+    """Which took 1.17 times as long as groups of 8 in the first of these."""
+    workload = Workload.parse(key)
+    config = default_config(specialization(workload), H200).replace(heads_per_group=ALL_HEADS)
+    assert words(served(workload, config, H200), "heads_per_group") == (groups,)
 
 
 def test_groups_of_heads_of_a_backward_pass_fit_into_the_l2_cache() -> None:

@@ -283,6 +283,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     seed_configs=_fused_seed_configs,
     fitted=heads.fitted,
     poor_at_sizes=heads.poor_at_sizes,
+    most_keys=resources.most_keys,
     balanced=heads.balanced,
     beside=heads.beside,
     # a step has fewer scores there

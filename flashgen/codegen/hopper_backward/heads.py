@@ -29,12 +29,12 @@ from flashgen.codegen.common_groups import (
     query_shares,
     why_pointless,
 )
-from flashgen.codegen.common_order import ALL_HEADS, follows_lengths, in_groups
+from flashgen.codegen.common_order import ALL_HEADS, in_groups, in_groups_of
 from flashgen.codegen.common_wgmma import NUM_SMS, ROWS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import is_split
 from flashgen.codegen.hopper_backward import resources
-from flashgen.codegen.hopper_backward.defaults import split_default
+from flashgen.codegen.hopper_backward.defaults import fused_default, split_default
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -42,11 +42,14 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 FEW_WAVES = 4
 """Tiles for each SM up to which heads of 128 columns are better off with staggered warpgroups under a causal mask."""
 
-ONE_GROUP_WAVES, LARGE_GROUP_WAVES, LARGE_GROUP, GROUPS_IN_L2 = 3, 6, 16, (16, 8, 4)
+ONE_GROUP_WAVES, LARGE_GROUP_WAVES, LARGE_GROUP, USUAL_GROUP = 3, 6, 16, 8
 """Tiles for each SM up to which all heads are one group under a causal mask, and up to which groups are large.
 
-Where the queries of all heads do not fit into the L2 cache, those of a group do.
+With more of them records have groups of 4 to 16, most often 8, and one of all heads took 1.17 times as long.
 """
+
+GROUPS_IN_L2 = (16, 8, 4)
+"""Where the queries of all heads do not fit into the L2 cache, those of a group do."""
 
 SHORT, ODD = 6, 11
 """Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
@@ -95,7 +98,20 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     config = fitted(spec, config, sizes, device)
     tiles = _tiles(spec, config, device)
     config = _sharing(spec, config, sizes, tiles) or _unshared(spec, _alone(config), sizes, device)
+    if sizes.seqlen_k <= resources.KEYS and _may_write(spec, config):
+        return _writing(spec, device, config.integer("block_m"), heads_per_tile(config), query_shares(config))
     return _staggered(spec, _ordered(spec, config, sizes, tiles, device), sizes, tiles)
+
+
+def _may_write(spec: Specialization, config: Config) -> bool:
+    return resources.is_fused(config) and is_plain(spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _writing(spec: Specialization, device: Device, block_m: int, heads: int, shares: int) -> Config:
+    """The default with tiles that have all keys and write dq, of which no two have an order."""
+    default = fused_default(spec, device)
+    return default.replace(dq_conversion="none", block_m=block_m, heads_per_tile=heads, query_shares=shares)
 
 
 @functools.lru_cache(maxsize=256)
@@ -150,10 +166,13 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     kinds = [*fused, *([split_default(spec, device)] if _may_split(spec, config) else [])]
     found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
     found += [in_groups(spec, other, ALL_HEADS) for other in found]
-    found += [_in_l2(spec, other, heads) for other in found for heads in GROUPS_IN_L2]
+    found += [in_groups_of(spec, other, heads) for other in found for heads in GROUPS_IN_L2]
     found += [stagger(spec, other) for other in found]
     if _may_share(spec, config):
         found += [stagger(spec, _in_shares(spec, own, heads, n)) for heads in (0, 1) for n in SHARES[1:]]
+    if _may_write(spec, own):
+        tiles = [(heads, 1) for heads in (0, *BY_RULE)] + [(heads, n) for heads in (0, 1) for n in SHARES[1:]]
+        found += [_writing(spec, device, kind.integer("block_m"), *tile) for kind in fused for tile in tiles]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 
@@ -201,21 +220,17 @@ def stagger(spec: Specialization, config: Config) -> Config:
 
 def _ordered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles, device: Device) -> Config:
     waves = tiles.count(sizes, heads_per_tile(config), query_shares(config)) / tiles.slots
+    if waves > LARGE_GROUP_WAVES and config.integer("heads_per_group") > LARGE_GROUP:
+        return in_groups_of(spec, config, USUAL_GROUP)
     if not 1 < waves <= LARGE_GROUP_WAVES:
         return config
     own, heads = config.integer("heads_per_group"), sizes.batch * key_heads(config, sizes)
     head_bytes = sizes.batch * sizes.nheads * sizes.seqlen_q * _row_bytes(spec) // heads
     if 0 < device.l2_bytes < heads * head_bytes:
-        return _in_l2(spec, config, device.l2_bytes // head_bytes)
+        room = device.l2_bytes // head_bytes
+        return in_groups_of(spec, config, next((each for each in GROUPS_IN_L2 if each <= room), GROUPS_IN_L2[-1]))
     wanted = ALL_HEADS if heads > LARGE_GROUP and waves <= ONE_GROUP_WAVES else LARGE_GROUP
     return in_groups(spec, config, wanted) if own < heads else config
-
-
-@functools.lru_cache(maxsize=256)
-def _in_l2(spec: Specialization, config: Config, heads: int) -> Config:
-    """A config with the largest groups whose queries fit into an L2 cache that has room for so many heads."""
-    wanted = next((group for group in GROUPS_IN_L2 if group <= heads), GROUPS_IN_L2[-1])
-    return config.replace(heads_per_group=wanted) if follows_lengths(spec) else config
 
 
 def _row_bytes(spec: Specialization) -> int:

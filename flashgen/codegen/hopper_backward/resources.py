@@ -97,6 +97,11 @@ def writes_dq(config: Config) -> bool:
     return is_fused(config) and config["dq_conversion"] == "none"
 
 
+def most_keys(config: Config) -> int | None:
+    """The keys of a launch whose tiles write dq; None is any number."""
+    return KEYS if writes_dq(config) else None
+
+
 def why_not_written(config: Config, sizes: Sizes) -> str | None:
     """Why dq that tiles write would be that of some of the keys, or None."""
     if not writes_dq(config) or sizes.seqlen_k <= KEYS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_order import in_groups
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import defaults, resources, short_queries, tile_choice, tile_order
 from flashgen.codegen.key_splits import best_splits, split_keys, why_not_shared, with_shares
@@ -37,10 +36,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     alone = [tile.replace(split_keys=False) for tile in tiles]
     alone += [other for tile in alone for other in short_queries.others(spec, tile, device)]
     # where keys are shared there are too few tiles for an order
-    found += [
-        *alone,
-        *(in_groups(spec, tile, heads) for tile in alone for heads in tile_order.GROUPS),
-    ]
+    found += [*alone, *(order for tile in alone for order in tile_order.orders(spec, tile))]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 

@@ -13,7 +13,7 @@ Where all CTAs run at once, several on an SM, these get long and short tiles tog
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
-from flashgen.codegen.common_order import ALL_HEADS, in_groups
+from flashgen.codegen.common_order import ALL_HEADS, in_groups, in_groups_of
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources
 from flashgen.core.config import Config
@@ -23,15 +23,20 @@ from flashgen.core.workload import Specialization
 FEW_WAVES, ONE_GROUP_WAVES, LARGE_GROUP = 6, 3, 32
 """Tiles for each place of an SM up to which the order decides, and up to which any number of heads is one group."""
 
-GROUPS = (LARGE_GROUP, ALL_HEADS)
-"""Heads of a group that serve in the place of a record's."""
-
 STEEP = 2
 """Keys for each query up to which the first tiles have much fewer keys than the last ones."""
 
 
+def orders(spec: Specialization, config: Config) -> tuple[Config, ...]:
+    """What `ordered` may serve in the place of a config at one size or another."""
+    return in_groups_of(spec, config, LARGE_GROUP), in_groups(spec, config, ALL_HEADS)
+
+
 def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """A config that was measured at other sizes, with its heads in larger groups where these have few tiles."""
+    """A config that was measured at other sizes, with its heads in larger groups where these have few tiles.
+
+    And in smaller ones where these have many, and it was measured with few.
+    """
     if not spec.causal or sizes.seqlen_k > STEEP * sizes.seqlen_q:
         return config
     rows, packed = resources.tile_rows(config), resources.packed_heads(config)
@@ -39,6 +44,8 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
     slots = device.num_sms * config.integer("blocks_per_sm")
     if device.num_sms < tiles <= slots:
         return in_groups(spec, config, ALL_HEADS)
+    if tiles > FEW_WAVES * slots and config.integer("heads_per_group") > LARGE_GROUP:
+        return in_groups_of(spec, config, LARGE_GROUP)
     if not slots < tiles <= FEW_WAVES * slots:
         return config
     wanted = ALL_HEADS if heads > LARGE_GROUP and tiles <= ONE_GROUP_WAVES * slots else LARGE_GROUP
