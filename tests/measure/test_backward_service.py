@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.families import FAMILIES, most_keys
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import UnsupportedError
@@ -135,6 +135,28 @@ def test_only_families_that_promise_the_same_bits_are_asked_for_them(table: Tabl
     for row in FAMILIES:
         assert toolchain.is_deterministic(Config.of(row.id, {})) == row.is_deterministic
     assert not toolchain.is_deterministic(Config.of("emulated", {}))
+
+
+def test_what_has_few_keys_alone_is_judged_on_shapes_that_have_no_more() -> None:
+    @dataclass
+    class Counting(EmulatedToolchain):
+        keys: list[int] = field(default_factory=list)
+
+        def factory(self, spec: Specialization, config: Config) -> BackwardFactory:
+            made = super().factory(spec, Config.of(config.family, {}))
+
+            def counted(tensors: BackwardTensors, features: Features) -> BackwardLaunch:
+                self.keys.append(tensors.k.shape[2])
+                return made(tensors, features)
+
+            return counted
+
+    workload = Workload.parse("bwd-bf16-b1-h2-hk1-s40-d16-causal")
+    counting = Counting()
+    few = Config.of("hopper_backward_fused", {"dq_conversion": "none"})
+    assert isinstance(Table(toolchain=counting).evaluate(few, workload), Measurement)
+    assert len(counting.keys) > 10
+    assert max(counting.keys) == most_keys(few) == 128
 
 
 def test_every_copy_has_the_output_and_lse_of_its_own_inputs() -> None:
