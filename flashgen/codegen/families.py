@@ -148,6 +148,12 @@ def most_keys(config: Config) -> int | None:
     return family(config.family).most_keys(config)
 
 
+def why_too_many_keys(config: Config, seqlen_k: int) -> str | None:
+    """The reason why a valid config can never be launched with so many keys, or None."""
+    most = most_keys(config)
+    return None if most is None or seqlen_k <= most else f"it is for at most {most} keys, got {seqlen_k}"
+
+
 def balanced(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these."""
     return family(config.family).balanced(spec, config, sizes.in_blocks(), device)

@@ -12,7 +12,7 @@ import torch
 import flashgen
 from flashgen.codegen.families import default_config
 from flashgen.core.config import Config
-from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
+from flashgen.core.errors import BuildError, ConfigError, LaunchError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.autograd import ops as training_ops
@@ -62,6 +62,19 @@ def test_a_repeated_call_is_prepared_once_each_way(gpu: EmulatedGpu) -> None:
     assert [spec.key for spec, _ in gpu.compiled] == ["fwd-bf16-d64", "bwd-bf16-d64"]
     expected = backward_default().replace(block_m=64, dq_conversion="none")
     assert gpu.compiled[1][1] == expected, "there are few queries, and one tile has all keys"
+
+
+def test_a_config_for_fewer_keys_is_refused_and_a_record_of_it_passed_over(gpu: EmulatedGpu, ladder: Ladder) -> None:
+    few = backward_default().replace(dq_conversion="none")
+    ladder.user(recorded(replace(BACKWARD, seqlen_k=200), config=few))
+    q, k, v = plain(seqlen_k=200)
+    why = "it is for at most 128 keys, got 200"
+    with pytest.raises(ConfigError, match=f"cannot serve bwd-bf16-d64 on NVIDIA H200: {why}"):
+        flashgen.explain(q, k, v, direction="backward", config=few)
+    shown = flashgen.explain(q, k, v, direction="backward")
+    assert any(why in line for line in shown.served.skipped)
+    train(q, k, v)
+    assert gpu.planned_backward[-1][1] == shown.served.config == backward_default().replace(block_m=64)
 
 
 def test_training_and_a_call_with_its_lse_share_a_plan(gpu: EmulatedGpu) -> None:

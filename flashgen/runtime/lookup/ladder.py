@@ -41,7 +41,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flashgen.codegen.families import balanced, exact_sibling, invalid, poor_at_sizes, usual, validate
+from flashgen.codegen.families import (
+    balanced,
+    exact_sibling,
+    invalid,
+    poor_at_sizes,
+    usual,
+    validate,
+    why_too_many_keys,
+)
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -128,7 +136,7 @@ def _walked(
         UnsupportedError: no family supports the workload; the message lists each one's reason.
     """
     if config is not None:
-        reason = invalid(validate(config), spec, device)
+        reason = invalid(validate(config), spec, device) or why_too_many_keys(config, workload.seqlen_k)
         if reason is not None:
             raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
         return Served(config=config, rung=1)

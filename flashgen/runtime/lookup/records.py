@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.families import default_config, for_functions, invalid, over_pages, share_template
+from flashgen.codegen.families import (
+    default_config,
+    for_functions,
+    invalid,
+    over_pages,
+    share_template,
+    why_too_many_keys,
+)
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
@@ -112,7 +119,7 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
         config = over_pages(config, spec, device)
     if spec.mods is not None:
         config = for_functions(config, spec, device)
-    reason = invalid(config, spec, device)
+    reason = invalid(config, spec, device) or why_too_many_keys(config, record.workload.seqlen_k)
     if reason is None and spec.mods is not None and not share_template(config.family, family):
         reason = f"it was the fastest without functions of the caller, which {family} computes, too"
     return Candidate(
