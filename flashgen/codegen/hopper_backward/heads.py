@@ -42,14 +42,15 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 FEW_WAVES = 4
 """Tiles for each SM up to which heads of 128 columns are better off with staggered warpgroups under a causal mask."""
 
-ONE_GROUP_WAVES, LARGE_GROUP_WAVES, LARGE_GROUP, USUAL_GROUP = 3, 6, 16, 8
+ONE_GROUP_WAVES, LARGE_GROUP_WAVES = 3, 6
 """Tiles for each SM up to which all heads are one group under a causal mask, and up to which groups are large.
 
-With more of them records have groups of 4 to 16, most often 8, and one of all heads took 1.17 times as long.
+With more of them groups are usual, or a record's smaller ones: large ones took 1.09 to 1.17 times as long.
 """
 
-GROUPS_IN_L2 = (16, 8, 4)
-"""Where the queries of all heads do not fit into the L2 cache, those of a group do."""
+GROUPS = (16, 8, 4)
+LARGE_GROUP, USUAL_GROUP, _ = GROUPS
+"""Heads of a group; where the queries of all heads do not fit into the L2 cache, those of a group do."""
 
 SHORT, ODD = 6, 11
 """Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
@@ -166,7 +167,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     kinds = [*fused, *([split_default(spec, device)] if _may_split(spec, config) else [])]
     found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
     found += [in_groups(spec, other, ALL_HEADS) for other in found]
-    found += [in_groups_of(spec, other, heads) for other in found for heads in GROUPS_IN_L2]
+    found += [in_groups_of(spec, other, heads) for other in found for heads in GROUPS]
     found += [stagger(spec, other) for other in found]
     if _may_share(spec, config):
         found += [stagger(spec, _in_shares(spec, own, heads, n)) for heads in (0, 1) for n in SHARES[1:]]
@@ -220,15 +221,14 @@ def stagger(spec: Specialization, config: Config) -> Config:
 
 def _ordered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles, device: Device) -> Config:
     waves = tiles.count(sizes, heads_per_tile(config), query_shares(config)) / tiles.slots
-    if waves > LARGE_GROUP_WAVES and config.integer("heads_per_group") > LARGE_GROUP:
-        return in_groups_of(spec, config, USUAL_GROUP)
-    if not 1 < waves <= LARGE_GROUP_WAVES:
-        return config
     own, heads = config.integer("heads_per_group"), sizes.batch * key_heads(config, sizes)
+    if waves <= 1 or (waves > LARGE_GROUP_WAVES and own <= USUAL_GROUP):
+        return config
     head_bytes = sizes.batch * sizes.nheads * sizes.seqlen_q * _row_bytes(spec) // heads
-    if 0 < device.l2_bytes < heads * head_bytes:
-        room = device.l2_bytes // head_bytes
-        return in_groups_of(spec, config, next((each for each in GROUPS_IN_L2 if each <= room), GROUPS_IN_L2[-1]))
+    room = device.l2_bytes // head_bytes if device.l2_bytes else heads
+    if waves > LARGE_GROUP_WAVES or room < heads:
+        most = LARGE_GROUP if waves <= LARGE_GROUP_WAVES else USUAL_GROUP
+        return in_groups_of(spec, config, next((each for each in GROUPS if each <= min(most, room)), GROUPS[-1]))
     wanted = ALL_HEADS if heads > LARGE_GROUP and waves <= ONE_GROUP_WAVES else LARGE_GROUP
     return in_groups(spec, config, wanted) if own < heads else config
 
