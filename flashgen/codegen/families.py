@@ -148,6 +148,29 @@ def most_keys(config: Config) -> int | None:
     return family(config.family).most_keys(config)
 
 
+def most_programs(config: Config, spec: Specialization, sizes: Sizes, device: Device, preferred: str) -> int | None:
+    """The programs with which a record serves other sizes, if it won with as few over the family that is preferred.
+
+    None is any number.
+
+    Args:
+        config: of the record.
+        spec: what it is compiled for.
+        sizes: of the record's workload.
+        device: that it was measured on.
+        preferred: the id of the family whose default serves without records.
+    """
+    most = family(config.family).few_waves * device.num_sms
+    if not most or config.family == preferred or spec.varlen:
+        return None
+    return most if programs(config, spec, sizes, device) <= most else None
+
+
+def programs(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> int:
+    """The programs of the first kernel of a launch."""
+    return family(config.family).kernels(spec, config)[0].programs(device, sizes)
+
+
 def why_too_many_keys(config: Config, seqlen_k: int) -> str | None:
     """The reason why a valid config can never be launched with so many keys, or None."""
     most = most_keys(config)

@@ -243,6 +243,8 @@ class KernelFamily:
         slower_on: the reason why the default of the next family that applies is faster on a device, or None.
         slower_at: likewise at some sizes.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
+        few_waves: programs for each SM up to which a config that won with as few over a family that is preferred serves
+            other sizes; 0 is any number.
         most_keys: the keys that a launch of a valid config has at most, or None; above them `poor_at_sizes` says why.
         balanced: a config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these.
         beside: what `balanced` may serve in the place of a config at one size or another.
@@ -281,6 +283,7 @@ class KernelFamily:
     slower_on: Callable[[Specialization, Device], str | None] = _on_none
     slower_at: Callable[[Specialization, Sizes, Device], str | None] = _nowhere
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
+    few_waves: int = 0
     most_keys: Callable[[Config], int | None] = _any_number
     balanced: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     beside: Callable[[Specialization, Config, Device], tuple[Config, ...]] = _nothing_else

@@ -76,7 +76,7 @@ def test_a_near_record_of_this_device_is_above_any_other_device_s(ladder: Ladder
 
 def test_another_device_s_record_comes_before_one_that_is_farther_by_more_than_a_step(ladder: Ladder) -> None:
     """Else one shape that a user tunes on his GPU would take the records of all others from him."""
-    ladder.user(measured(FAR, config=config(32)))
+    ladder.user(measured(FAR_AND_MANY, config=config(32)))
     ladder.ship(measured(device=H100, config=config(1)))
     served = ladder.resolve()
     assert (served.rung, served.config) == (6, config(1))
@@ -89,6 +89,9 @@ def test_another_device_s_record_comes_before_one_that_is_farther_by_more_than_a
     assert (ladder.resolve().rung, ladder.resolve().config) == (5, config(0))
     assert [line[:2] for line in ladder.resolve(FAR.with_shape(batch=64)).skipped] == ["3.", "4."]
 
+
+FAR_AND_MANY = FAR.with_shape(batch=32)
+"""With programs for eight waves."""
 
 DECODE = CAUSAL.with_shape(seqlen_q=1)
 
@@ -125,9 +128,29 @@ def test_a_prediction_is_below_every_measurement_and_above_the_default(ladder: L
     served = ladder.resolve()
     assert (served.rung, served.config) == (7, config(1))
     assert not served.is_exact
-    ladder.ship(measured(FAR, H100, config=config(32)))
+    ladder.ship(measured(FAR_AND_MANY, H100, config=config(32)))
     served = ladder.resolve()
     assert (served.rung, served.config) == (6, config(32))
+
+
+def test_what_won_with_few_programs_over_the_hopper_family_serves_no_sizes_with_many(ladder: Ladder) -> None:
+    """A bias of 16 heads of 512 tokens had such a record, whose config took twice as long with eight times as many."""
+    ladder.user(measured(FAR, config=config(32)))
+    near, many = FAR.with_shape(seqlen_k=192, seqlen_q=192), FAR.with_shape(batch=32)
+    assert (ladder.resolve(near).rung, ladder.resolve(near).config) == (5, config(32))
+    served = ladder.resolve(many)
+    assert (served.rung, served.config.family) == (8, "hopper_forward")
+    assert served.skipped[2].endswith("it won over hopper_forward with at most 660 programs, and here are 1024")
+    ladder.user(measured(NEAR, config=config(1)))
+    assert (ladder.resolve(many).rung, ladder.resolve(many).config) == (5, config(1)), "which won with many"
+
+
+def test_of_the_preferred_family_any_record_serves(ladder: Ladder) -> None:
+    ladder.user(of_hopper(FAR, heads_per_group=8))
+    assert ladder.resolve(FAR_AND_MANY).rung == 5
+    ladder.user(measured(FAR, config=config(32, "pointer")))
+    served = resolve(FAR_AND_MANY, UNALIGNED, H200, ladder.records())
+    assert (served.rung, served.config) == (5, config(32, "pointer")), "no other family takes such pointers"
 
 
 def test_a_prediction_for_another_device_serves_nobody_else(ladder: Ladder) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
+from flashgen.codegen.families import balanced, exact_sibling, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
@@ -155,11 +155,11 @@ class NearestRecords:
         if not self._ordered:
             return None
         found = self._ordered[self._nearest(here)][2]
-        if poor_at_sizes(found.config, sizes) is None:
+        if found.why_poor(sizes) is None:
             return found
         ranked = sorted((distance(here, at), order, number) for number, (at, order, _) in enumerate(self._ordered))
         others = (self._ordered[number][2] for _, _, number in ranked)
-        return next((one for one in others if poor_at_sizes(one.config, sizes) is None), None)
+        return next((one for one in others if one.why_poor(sizes) is None), None)
 
     def _nearest(self, here: Position) -> int:
         """Outwards from the place of the first coordinate, to where that alone is farther than the nearest one."""

@@ -45,7 +45,6 @@ from flashgen.codegen.families import (
     balanced,
     exact_sibling,
     invalid,
-    poor_at_sizes,
     usual,
     validate,
     why_too_many_keys,
@@ -147,7 +146,7 @@ def _walked(
         why_none = none
         for candidate in candidates:
             record, layer = candidate.record, candidate.layer
-            reason = candidate.reason or (poor_at_sizes(candidate.config, sizes) if rung > LAST_EXACT else None)
+            reason = candidate.reason or (candidate.why_poor(sizes) if rung > LAST_EXACT else None)
             if reason is None:
                 twin = _faster_twin(choices.same_bits.get(workload, ()), record, rung) if rung <= LAST_EXACT else None
                 if twin is not None:
@@ -192,7 +191,7 @@ def nearer_elsewhere(own: Candidate, here: Position, elsewhere: Callable[[], Can
 
 def _first_able(workload: Workload, candidates: tuple[Candidate, ...], sizes: Sizes) -> Candidate | None:
     ranked = _nearest(workload, candidates)
-    return next((one for one in ranked if one.reason is None and poor_at_sizes(one.config, sizes) is None), None)
+    return next((one for one in ranked if one.reason is None and one.why_poor(sizes) is None), None)
 
 
 def _exact_rung(candidate: Candidate) -> int:

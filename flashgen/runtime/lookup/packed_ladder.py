@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from flashgen.codegen.common_sequences import largest_of_class
-from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
+from flashgen.codegen.families import balanced, exact_sibling, usual
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import power_of_two
 from flashgen.core.config import Config
@@ -181,7 +181,7 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
             record = candidate.record
             reason = candidate.reason
             if reason is None and rung > LAST_EXACT:
-                reason = poor_at_sizes(candidate.config, sizes.sizes)
+                reason = candidate.why_poor(sizes.sizes)
             if reason is None:
                 skipped, config = tuple(skipped_rungs), candidate.config
                 if rung > LAST_EXACT:

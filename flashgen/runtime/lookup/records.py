@@ -10,10 +10,14 @@ from flashgen.codegen.families import (
     default_config,
     for_functions,
     invalid,
+    most_programs,
     over_pages,
+    poor_at_sizes,
+    programs,
     share_template,
     why_too_many_keys,
 )
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
@@ -37,6 +41,11 @@ class Candidate:
     position: Position
     is_users: bool  # and came neither with flashgen nor with a package of records
     key: str
+    few: Callable[[Sizes], str | None] | None  # why it is poor where it won with few programs alone
+
+    def why_poor(self, sizes: Sizes) -> str | None:
+        """The reason why its config is far from the best at sizes that it was not measured at, or None."""
+        return poor_at_sizes(self.config, sizes) or (self.few(sizes) if self.few else None)
 
     @property
     def order(self) -> tuple[bool, str]:
@@ -130,7 +139,22 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
         position=position(record.workload),
         is_users=not layer.startswith((PACKAGED, SHIPPED)),
         key=record.workload.key,
+        few=_few(config, record.workload, spec, device, family),
     )
+
+
+def _few(
+    config: Config, workload: Workload, spec: Specialization, device: Device, family: str
+) -> Callable[[Sizes], str | None] | None:
+    most = most_programs(config, spec, Sizes.of(workload), device, family)
+    if most is None:
+        return None
+
+    def why(sizes: Sizes) -> str | None:
+        count = programs(config, spec, sizes, device)
+        return None if count <= most else f"it won over {family} with at most {most} programs, and here are {count}"
+
+    return why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
