@@ -103,7 +103,10 @@ BY_DEFAULT = (
 def test_defaults_compile_without_spills_and_fit(key: str, device: Device) -> None:
     spec = Specialization.parse(key)
     compiled = compile_kernel(spec, PORTABLE_FORWARD.default(spec, device), device)
-    if not (spec.dtype == "fp32" and device.arch == "gfx1200" and spec.head_dim >= 128):
+    if spec.dtype == "fp32" and device.has_wgmma and spec.head_dim <= 128:
+        # in five searches tiles that spill nothing took 1.27 to 1.47 times as long (test_portable_defaults.py)
+        assert compiled.spills <= 96
+    elif not (spec.dtype == "fp32" and device.arch == "gfx1200" and spec.head_dim >= 128):
         assert compiled.spills == 0
     elif spec.head_dim == 128:  # wider heads of IEEE products fit its registers with no tile
         assert compiled.spills <= 20

@@ -21,7 +21,7 @@ BESIDE = [path for name in ("bias", "keybias", "mask") for path in SEARCHES.glob
 
 @pytest.mark.parametrize("path", FP32 + BESIDE, ids=lambda path: path.name.removesuffix(SUFFIX))
 def test_the_default_is_near_the_best_trial(path: Path) -> None:
-    """Those before, which spill nothing, took 1.27 to 1.47 times as long as the best, and 1.06 to 1.40 beside a bias."""
+    """Those that spill nothing took 1.27 to 1.47 times as long as the best, and 1.06 to 1.40 beside a bias."""
     log = read_log(path)
     times = {each.config: each.outcome.median_ms for each in log.trials if isinstance(each.outcome, Measurement)}
     default = default_config(specialization(log.search.workload), H200)
