@@ -157,7 +157,7 @@ def most_programs(config: Config, spec: Specialization, sizes: Sizes, device: De
         config: of the record.
         spec: what it is compiled for.
         sizes: of the record's workload.
-        device: that it was measured on.
+        device: that it serves on.
         preferred: the id of the family whose default serves without records.
     """
     most = family(config.family).few_waves * device.num_sms
