@@ -144,8 +144,8 @@ _DEFAULTS_PLAIN_WGMMA: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("tf32", 128): (128, 128, 8, 1),
 }
 _SEED_TILES_PARTS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    64: ((64, 32, 4, 3), (128, 32, 8, 3), (128, 32, 8, 2), (64, 16, 4, 3), (32, 32, 4, 3)),
-    128: ((128, 16, 8, 3), (64, 16, 4, 3), (128, 16, 8, 2), (32, 32, 4, 3), (32, 32, 4, 2)),
+    64: ((64, 32, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2), (64, 16, 4, 3), (32, 32, 4, 3)),
+    128: ((128, 32, 8, 3), (64, 16, 4, 3), (128, 16, 8, 3), (128, 16, 8, 2), (32, 32, 4, 3), (32, 32, 4, 2)),
 }
 """By larger block_d: tiles that spill little under either Triton; tensor cores work for four warps from 64 rows on."""
 
