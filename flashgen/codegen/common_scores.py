@@ -59,3 +59,10 @@ def score_strides(spec: Specialization, name: str, kind: str) -> list[str]:
     """Names of the strides of a bias or a mask that a kernel needs."""
     axes = "bhq" if kind == "full" else "bh"
     return [f"stride_{name}_{axis}" for axis in axes + ("" if spec.aligned_scores else "k")]
+
+
+def is_plain_forward(spec: Specialization) -> bool:
+    """Whether a specialization has no feature but a causal mask and packed sequences."""
+    plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
+    plain += "-varlen" if spec.varlen else ""
+    return spec.workload_class == plain and not spec.mods

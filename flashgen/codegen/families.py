@@ -140,7 +140,7 @@ def usual(default: Config, spec: Specialization, sizes: Sizes, device: Device) -
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """The reason why a valid config that was not measured at these sizes is far from the best there, or None."""
-    return family(config.family).poor_at_sizes(config, sizes)
+    return why_too_many_keys(config, sizes.seqlen_k) or family(config.family).poor_at_sizes(config, sizes)
 
 
 def most_keys(config: Config) -> int | None:

@@ -165,8 +165,8 @@ def odd_shapes(spec: Specialization, most_keys: int | None = None) -> tuple[OddS
     shapes = ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped + HARD_SHAPES
     if most_keys is not None:
         shapes = tuple(shape for shape in shapes + FEW_KEYS_SHAPES if shape.seqlen_k <= most_keys)
-    unusual = set(HARD_KINDS) - set(hard_kinds(spec.dtype))
-    for number, shape in enumerate(shape for shape in shapes if shape.data not in unusual):
+    kinds = {NORMAL, *hard_kinds(spec.dtype)}
+    for number, shape in enumerate(shape for shape in shapes if shape.data in kinds):
         if shape.early_keys != 1.0 and spec.direction == "backward":
             continue  # it reads statistics, and follows none
         # a causal mask is the right edge

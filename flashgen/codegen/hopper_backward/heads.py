@@ -76,10 +76,8 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
-    """The reason why sums go through memory for nothing at these sizes, or dq has to and does not, or None."""
-    return (
-        why_pointless(config, sizes) or resources.why_not_written(config, sizes) or _why_share_no_queries(config, sizes)
-    )
+    """The reason why sums go through memory for nothing at these sizes, or None."""
+    return why_pointless(config, sizes) or _why_share_no_queries(config, sizes)
 
 
 def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:

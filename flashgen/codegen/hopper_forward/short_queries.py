@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_scores import is_plain_forward
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
-from flashgen.codegen.hopper_forward.tile_choice import is_plain
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -52,7 +52,7 @@ def narrowed(spec: Specialization, config: Config, sizes: Sizes, device: Device)
 @functools.lru_cache(maxsize=256)
 def in_one_warpgroup(spec: Specialization, config: Config, packed: int, device: Device) -> Config:
     """A config with such tiles, of so many heads; as it is where there are none, or none were timed."""
-    if not is_plain(spec) or spec.varlen or spec.head_dim > MOST_COLUMNS:
+    if not is_plain_forward(spec) or spec.varlen or spec.head_dim > MOST_COLUMNS:
         return config
     for block_n in _STEPS:
         found = config.replace(**_ONE_WARPGROUP, block_n=block_n, packed_heads=packed)

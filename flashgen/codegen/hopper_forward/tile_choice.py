@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from flashgen.codegen.common_scores import is_plain_forward
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
 from flashgen.codegen.hopper_forward.tiles import TILES, Tile
@@ -107,7 +108,7 @@ def _tiles(spec: Specialization) -> tuple[Tile, ...]:
 
     None of one without a table.
     """
-    if not is_plain(spec) or spec.dtype not in MARGINS:
+    if not is_plain_forward(spec) or spec.dtype not in MARGINS:
         return ()
     widths = sorted(width for width, causal in TILES if causal is spec.causal and spec.head_dim <= width)
     return TILES[widths[0], spec.causal] if widths else ()
@@ -128,13 +129,6 @@ def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]
         tuple(asked(tile, tile.margin) for tile in tiles),
         tuple(asked(tile, max(tile.margin, least)) for tile in tiles),
     )
-
-
-def is_plain(spec: Specialization) -> bool:
-    """Whether a specialization has no feature but a causal mask and packed sequences."""
-    plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
-    plain += "-varlen" if spec.varlen else ""
-    return spec.workload_class == plain and not spec.mods
 
 
 def _own(tiles: Sequence[Tile], config: Config) -> int | None:

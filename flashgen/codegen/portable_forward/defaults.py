@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, has_only_dropout, is_heavy, table_block, table_kind
 from flashgen.codegen.common_products import IEEE, PRODUCTS
+from flashgen.codegen.common_scores import is_plain_forward
 from flashgen.codegen.common_softcap import EXACT, TANH
 from flashgen.codegen.key_splits import SPLIT_KEYS
 from flashgen.codegen.portable_forward.pages import PAGE_IDS, default_page_ids, holds_tiles
@@ -160,7 +161,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
     tile, products = _tile(spec, device), IEEE
     if (parts := _tile_of_parts(spec, device)) is not None:
         tile, products = parts, "bf16x6"
-    if table_kind(device) == "wgmma" and _is_plain(spec):
+    if table_kind(device) == "wgmma" and spec.aligned16 and is_plain_forward(spec) and not spec.varlen:
         tile = _DEFAULTS_PLAIN_WGMMA.get((spec.dtype, table_block(spec)), tile)
     return Config.of(
         FAMILY_ID,
@@ -187,11 +188,6 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     tiles = _SEED_TILES_PARTS.get(table_block(spec), ())
     found = (default.replace(**dict(zip(BLOCK_KNOBS, tile, strict=True))) for tile in tiles)
     return tuple(config.replace(products=products) for config in found for products in ("bf16x6", "tf32x3"))
-
-
-def _is_plain(spec: Specialization) -> bool:
-    plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
-    return spec.aligned16 and spec.workload_class == plain and not spec.mods
 
 
 def _tile_of_parts(spec: Specialization, device: Device) -> tuple[int, int, int, int] | None:

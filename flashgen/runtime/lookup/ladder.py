@@ -41,14 +41,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flashgen.codegen.families import (
-    balanced,
-    exact_sibling,
-    invalid,
-    usual,
-    validate,
-    why_too_many_keys,
-)
+from flashgen.codegen.families import balanced, exact_sibling, invalid, usual, validate, why_too_many_keys
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
