@@ -264,16 +264,17 @@ def _reachable_packed(workload: Workload, spec: Specialization, device: Device) 
 def _other_tiles(configs: set[Config], workload: Workload, spec: Specialization, device: Device) -> set[Config]:
     """What may serve in the place of configs of a backward pass, whose tiles have the heads that a batch takes.
 
-    In their order: another one serves few tiles, and lengths that have these say so.
+    In their order: another one serves few tiles, and lengths that have these say so. So do lengths of few keys, for
+    which there are tiles that no others are launched with.
     """
-    from flashgen.codegen.families import beside, fitted, invalid
+    from flashgen.codegen.families import beside, fitted, invalid, most_keys
     from flashgen.codegen.family import Sizes
 
     if spec.direction != "backward":
         return set()
     orders = {one.get("heads_per_group", 0) for one in configs}
     tiles = {tile for one in configs for tile in beside(one, spec, device) if tile.get("heads_per_group", 0) in orders}
-    able = {tile for tile in tiles if invalid(tile, spec, device) is None}
+    able = {tile for tile in tiles if most_keys(tile) is None and invalid(tile, spec, device) is None}
     return {fitted(tile, spec, Sizes.of(workload), device) for tile in able}
 
 

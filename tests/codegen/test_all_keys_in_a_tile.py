@@ -32,7 +32,7 @@ LONGER = BERT._replace(seqlen_k=129)
         ("bwd-b4-h8-sq4096-sk77-d40", True),
         ("bwd-b2-h32-hk8-s100-d96", True),
         ("bwd-b32-h12-s129-d64", False),
-        ("bwd-b64-h16-s128-d128", False),  # many tiles of wide heads, of which the split family has fewer sums
+        ("bwd-b64-h16-s128-d128", True),  # where the split family serves many tiles of more keys
         ("bwd-b32-h12-s128-d64-deterministic", False),
         ("bwd-b32-h12-s128-d64-softcap", False),
         ("bwd-b32-h12-s128-d64-wl64", False),
@@ -58,6 +58,24 @@ def test_they_walk_over_as_many_heads_and_queries_as_others() -> None:
         spec = specialization(workload)
         found = balanced(default_config(spec, H200), spec, Sizes.of(workload), H200)
         assert (found["dq_conversion"], found[knob]) == ("none", value)
+
+
+def test_a_warpgroup_is_ahead_where_there_are_steps_for_it_and_tiles_that_share_queries_have_no_loop() -> None:
+    for key, staggered, persistent in (
+        ("bwd-b32-h12-s128-d64", False, True),
+        ("bwd-b16-h20-sq1024-sk77-d64", True, True),
+        ("bwd-b2-h24-sq4096-sk128-d128", True, False),
+    ):
+        spec = specialization(workload := Workload.parse(key))
+        found = balanced(default_config(spec, H200), spec, Sizes.of(workload), H200)
+        assert (found["stagger_warpgroups"], found["persistent"]) == (staggered, persistent)
+
+
+def test_a_record_of_the_other_family_does_not_serve_few_keys() -> None:
+    spec = Specialization.parse("bwd-bf16-d128")
+    record = HOPPER_BACKWARD_SPLIT.default(spec, H200)
+    assert balanced(record, spec, BERT, H200) == balanced(HOPPER_BACKWARD_FUSED.default(spec, H200), spec, BERT, H200)
+    assert balanced(record, spec, LONGER, H200).family == HOPPER_BACKWARD_SPLIT.id
 
 
 def test_a_launch_with_more_keys_is_refused() -> None:

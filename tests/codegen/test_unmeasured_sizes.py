@@ -102,7 +102,7 @@ def test_ctas_of_an_sm_that_all_run_at_once_are_one_group() -> None:
     assert len(turned) >= 6
     lost = losses({workload: times[workload] for workload in turned}, chosen)
     in_groups = losses({workload: times[workload] for workload in turned}, lambda each: (*chosen(each)[:-1], "32"))
-    assert max(lost) <= 1.01
+    assert max(lost) <= 1.011
     assert statistics.geometric_mean(in_groups) > 1.02, "which the order is there for"
 
 
@@ -261,7 +261,8 @@ def test_backward_passes_that_nobody_timed_or_that_cannot_keep_their_order(key: 
 
 
 def test_short_backward_passes_take_steps_and_a_family_of_their_own() -> None:
-    times = measured("small_backward", ("family", "block_m"))
+    timed = measured("small_backward", ("family", "block_m"))
+    times = {workload: found for workload, found in timed.items() if workload.seqlen_k > 128}  # else tiles write dq
 
     def chosen(workload: Workload) -> tuple[str, ...]:
         spec = specialization(workload)
@@ -269,12 +270,30 @@ def test_short_backward_passes_take_steps_and_a_family_of_their_own() -> None:
         return found.family.removeprefix("hopper_backward_"), str(found["block_m"])
 
     lost = losses(times, chosen)
-    assert len(lost) == len(times) == 59
+    assert len(lost) == len(times) == 49
     assert statistics.geometric_mean(lost) <= 1.002
     assert max(lost) <= 1.021
     fused = losses(times, lambda workload: ("fused", "64" if workload.head_dim > 64 else "128"))
-    assert statistics.geometric_mean(fused) > 1.085, "which the rules are there for"
-    assert max(fused) > 1.6
+    assert statistics.geometric_mean(fused) > 1.08, "which the rules are there for"
+    assert max(fused) > 1.37
+
+
+def test_backward_passes_of_few_keys_have_tiles_that_write_dq() -> None:
+    columns = "block_m", "persistent", "stagger_warpgroups", "query_shares"
+    times = measured("all_keys", ("family", "dq_conversion", *columns), "h200")
+
+    def chosen(workload: Workload) -> tuple[str, ...]:
+        spec = specialization(workload)
+        found = served(workload, default_config(spec, H200), H200)
+        return found.family, str(found["dq_conversion"]), *(str(found[name]) for name in columns)
+
+    lost = losses(times, chosen)
+    assert len(lost) == len(times) == 14
+    assert statistics.geometric_mean(lost) <= 1.002
+    assert max(lost) <= 1.011
+    sums = [min(ms for key, ms in own.items() if key[1] != "none") / min(own.values()) for own in times.values()]
+    assert statistics.geometric_mean(sums) > 1.4, "which the tiles are there for"
+    assert min(sums) > 1.25
 
 
 @pytest.mark.parametrize(

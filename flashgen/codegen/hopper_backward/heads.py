@@ -55,6 +55,9 @@ LARGE_GROUP, USUAL_GROUP, _ = GROUPS
 SHORT, ODD = 6, 11
 """Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
 
+IN_STEP = 2
+"""Steps of 64 queries up to which the warpgroups of a tile that has all keys are in step."""
+
 SHARED_WAVES = 2
 """Tiles for each SM up to which they may share queries."""
 
@@ -94,23 +97,31 @@ def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config with as many heads a tile as these sizes take, and what else of a tile is faster at them."""
-    config = fitted(spec, config, sizes, device)
+    writes = sizes.seqlen_k <= resources.KEYS and _may_write(spec)
+    config = fused_default(spec, device) if writes else fitted(spec, config, sizes, device)
     tiles = _tiles(spec, config, device)
     config = _sharing(spec, config, sizes, tiles) or _unshared(spec, _alone(config), sizes, device)
-    if sizes.seqlen_k <= resources.KEYS and _may_write(spec, config):
-        return _writing(spec, device, config.integer("block_m"), heads_per_tile(config), query_shares(config))
+    if writes:
+        walk = config.integer("block_m"), heads_per_tile(config), query_shares(config)
+        return _writing(spec, device, *walk, sizes.seqlen_q <= IN_STEP * ROWS)
     return _staggered(spec, _ordered(spec, config, sizes, tiles, device), sizes, tiles)
 
 
-def _may_write(spec: Specialization, config: Config) -> bool:
-    return resources.is_fused(config) and is_plain(spec)
+def _may_write(spec: Specialization) -> bool:
+    """Whether a tile may write dq: the fused family computes the class, and nothing but a causal mask is timed."""
+    return is_plain(spec) and not spec.deterministic and widest_block(spec) <= 2 * ROWS
 
 
 @functools.lru_cache(maxsize=256)
-def _writing(spec: Specialization, device: Device, block_m: int, heads: int, shares: int) -> Config:
-    """The default with tiles that have all keys and write dq, of which no two have an order."""
-    default = fused_default(spec, device)
-    return default.replace(dq_conversion="none", block_m=block_m, heads_per_tile=heads, query_shares=shares)
+def _writing(spec: Specialization, device: Device, block_m: int, heads: int, shares: int, in_step: bool) -> Config:
+    """The default with tiles that have all keys and write dq, of which no two have an order.
+
+    A warpgroup half a step ahead costs half a step, and a loop over tiles a little where each SM has one of them: on an
+    H200 1.01 to 1.05 times as long with up to two steps, and 1.02 to 1.03 where tiles share queries.
+    """
+    walk: dict[str, KnobValue] = {"block_m": block_m, "heads_per_tile": heads, "query_shares": shares}
+    how: dict[str, KnobValue] = {"persistent": shares == 1, "stagger_warpgroups": not in_step}
+    return fused_default(spec, device).replace(dq_conversion="none", **walk, **how)
 
 
 @functools.lru_cache(maxsize=256)
@@ -169,9 +180,12 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     found += [stagger(spec, other) for other in found]
     if _may_share(spec, config):
         found += [stagger(spec, _in_shares(spec, own, heads, n)) for heads in (0, 1) for n in SHARES[1:]]
-    if _may_write(spec, own):
-        tiles = [(heads, 1) for heads in (0, *BY_RULE)] + [(heads, n) for heads in (0, 1) for n in SHARES[1:]]
-        found += [_writing(spec, device, kind.integer("block_m"), *tile) for kind in fused for tile in tiles]
+    if _may_write(spec):
+        walks = [(heads, 1, in_step) for heads in (0, *BY_RULE) for in_step in (False, True)]
+        walks += [(heads, shares, False) for heads in (0, 1) for shares in SHARES[1:]]
+        default = fused_default(spec, device)
+        steps = {kind.integer("block_m") for kind in (default, short_steps(spec, default))}
+        found += [_writing(spec, device, rows, *walk) for rows in sorted(steps) for walk in walks]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 
@@ -195,7 +209,7 @@ def short_steps(spec: Specialization, config: Config) -> Config:
 
 
 def _reads_dq_for_little(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> bool:
-    if not _may_split(spec, config) or sizes.seqlen_k > FEW_BLOCKS * tiles.block_n:
+    if not _may_split(spec, config) or not resources.KEYS < sizes.seqlen_k <= FEW_BLOCKS * tiles.block_n:
         return False
     return tiles.count(sizes, 1) > MANY_TILES * tiles.slots
 
