@@ -19,16 +19,13 @@ from flashgen.core.nearest import distance, pages_apart, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import specialization
-from flashgen.tuning.finals import complexity
+from flashgen.tuning.finals import complexity, rows_and_keys
 from flashgen.tuning.lattice import FamilySpace
 from flashgen.tuning.predict import cost_model, estimate, predict_all
 from flashgen.tuning.seed_lists import Lists, as_valid, generated
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
-
-ROWS_AND_KEYS = ("warpgroups", "block_m", "block_n")
-"""Knobs of all families that say how many queries and keys a tile has."""
 
 FAR = 1.5
 """A tile predicted to be slower than this many times the best, or to spill, waits until others had several variants."""
@@ -198,14 +195,10 @@ def _other_tiles(candidates: Candidates, spec: Specialization, sizes: Sizes, dev
     Lists have the tiles that won, and of a class with few records those of few sizes: all of packed sequences of d64
     had 256 rows, where 64 took 0.8 to 1.07 of their time, by how long sequences were.
     """
-    by_tile = {_rows_and_keys(candidates.default): candidates.default}
+    by_tile = {rows_and_keys(candidates.default): candidates.default}
     for config in as_valid(beside(candidates.default, spec, device), spec, sizes, device):
-        by_tile.setdefault(_rows_and_keys(config), config)
+        by_tile.setdefault(rows_and_keys(config), config)
     return list(by_tile.values())[1:]
-
-
-def _rows_and_keys(config: Config) -> tuple[KnobValue, ...]:
-    return config.family, *(config.get(name, 0) for name in ROWS_AND_KEYS)
 
 
 def seed_configs(

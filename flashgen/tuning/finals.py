@@ -14,6 +14,7 @@ the row sums, a config's time on hard data is a few per cent from that on normal
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from flashgen.core.checks import check_fields
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.errors import TuningError
 from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
@@ -34,6 +35,9 @@ C = TypeVar("C")
 
 KINDS_OF_DATA = 2
 """Windows of a config in each round: on normal data and on hard data."""
+
+ROWS_AND_KEYS = ("warpgroups", "block_m", "block_n")
+"""Knobs of all families that say how many queries and keys a tile has."""
 
 ANCHORS = 3
 """SDPA backends that are timed behind the last race; one of them is its reference kernel."""
@@ -64,6 +68,7 @@ class Finals:
             (`sequential.OVERTIME`).
         last: configs of the last race, the default and the incumbent not counted.
         near_share: how far behind the best of the search a config may be to take part in the first race.
+        tile_share: the same of the best config of each tile, of which the first ones are in place of others.
         near_most: configs of the first race.
         settle_s: seconds of load before the first window of the last race.
         near_settle_s: the same of the first race: what a slump of the clock still does to a few of its windows, the
@@ -78,6 +83,7 @@ class Finals:
     limit_s: float = 60.0
     last: int = 5
     near_share: float = 0.1
+    tile_share: float = 0.15
     near_most: int = 12
     near_window_s: float = 0.03
     near_warm_s: float = 0.01
@@ -163,15 +169,25 @@ class Finals:
         return self.needed_s(self.near_most, 2)
 
 
-def near_best(measured: Mapping[Config, Measurement], *, share: float, most: int) -> tuple[Config, ...]:
-    """The configs within `share` of the best median, best first, `most` at the most.
+def near_best(
+    measured: Mapping[Config, Measurement], *, share: float, most: int, tile_share: float = 0.0
+) -> tuple[Config, ...]:
+    """The configs within `share` of the best median, `most` at the most, any number of the first of which may be taken.
 
-    Where times on hard data are known, they count as in `choose`.
+    They are in turn the best of those that are left, and the best of a tile that has none yet, which may also be within
+    `tile_share`: what short windows say of configs holds within a tile, and less between tiles, which draw different
+    power. Where times on hard data are known, they count as in `choose`.
     """
     medians = {config: measurement.median_ms for config, measurement in compared(measured).items()}
-    limit = (1 + share) * min(medians.values(), default=0.0)
-    found = sorted((config for config in medians if medians[config] <= limit), key=lambda config: medians[config])
-    return tuple(found[:most])
+    limit = min(medians.values(), default=0.0)
+    ranked = sorted(medians, key=lambda config: medians[config])
+    near = [config for config in ranked if medians[config] <= (1 + share) * limit]
+    tiles: dict[tuple[KnobValue, ...], Config] = {}
+    for config in ranked:
+        tiles.setdefault(rows_and_keys(config), config)
+    firsts = [config for config in tiles.values() if medians[config] <= (1 + max(share, tile_share)) * limit]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(near, firsts[1:]))
+    return tuple(dict.fromkeys(config for config in in_turn if config is not None))[:most]
 
 
 def with_guards(configs: Iterable[Config], *guards: Config | None) -> tuple[Config, ...]:
@@ -233,6 +249,11 @@ def runners_up(results: Mapping[Config, Measurement], winner: Config) -> tuple[R
     times = round_times(results)
     others = sorted((each for each in results if each != winner), key=lambda each: _behind(times[each], times[winner]))
     return tuple(RunnerUp.of(each, results[each]) for each in others[:MAX_RUNNERS_UP])
+
+
+def rows_and_keys(config: Config) -> tuple[KnobValue, ...]:
+    """How many queries and keys a tile has, and of which family it is."""
+    return config.family, *(config.get(name, 0) for name in ROWS_AND_KEYS)
 
 
 def complexity(config: Config, default: Config) -> tuple[object, ...]:

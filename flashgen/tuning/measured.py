@@ -285,7 +285,9 @@ class MeasuredSearch(MeasuredWorkload):
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
-        return near_best(self._tally.measured, share=finals.near_share, most=finals.near_most)
+        return near_best(
+            self._tally.measured, share=finals.near_share, most=finals.near_most, tile_share=finals.tile_share
+        )
 
     def _guards(self) -> tuple[Config, ...]:
         """The default and what serves today, unless the search found them behind by more than noise can be."""

@@ -86,6 +86,19 @@ def test_near_best_and_guards() -> None:
     assert with_guards((FAST,), DEFAULT, None, FAST) == (FAST, DEFAULT)
 
 
+def test_other_tiles_have_a_place_beside_variants_of_the_fastest_one() -> None:
+    variants = [config(num_stages=stages, num_warps=warps) for stages in (1, 2, 3) for warps in (2, 4)]
+    measured = {each: times(1 + place / 100) for place, each in enumerate(variants)}
+    wide, tall, slow = config(block_n=16), config(block_m=16), config(block_m=16, block_n=16)
+    measured |= {wide: times(1.08), tall: times(1.12), slow: times(1.3), wide.replace(num_stages=4): times(1.09)}
+    found = near_best(measured, share=0.1, most=12, tile_share=0.15)
+    assert found == (variants[0], wide, variants[1], tall, *variants[2:], wide.replace(num_stages=4))
+    assert near_best(measured, share=0.1, most=3, tile_share=0.15) == found[:3]
+    assert near_best(measured, share=0.1, most=3) == found[:3], "within the share of all"
+    assert tall not in near_best(measured, share=0.1, most=12)
+    assert near_best(measured, share=0.02, most=12) == tuple(variants[:3])
+
+
 def test_what_wins_on_normal_data_and_loses_on_hard_data_loses() -> None:
     uneven, even = times(0.97, 0.97, 0.98, hard=(1.9, 2.0, 1.9)), times(1.0, 1.0, 1.01, hard=(1.0, 1.02, 1.0))
     assert beaten(even, uneven)
