@@ -5,6 +5,8 @@ python -m benchmarks.tiles FILE.csv --candidates --short      other classes, too
 python -m benchmarks.tiles FILE.csv --fit                     from such a file, without a GPU
 python -m benchmarks.tiles FILE.csv --served [--dtype fp16]   likewise
 
+`benchmarks.sustained_tiles` does the same of launches that meet the power limit of a card, in longer windows.
+
 Rows are added when a shape is done, and a shape that has rows is not raced again. `--fit` prints the constants of each
 tile, how far off they are, and, with each shape left out of them, what the tile that is chosen takes over the best one.
 `--served` prints what the tiles that serve today take over it, by the tile that a record would have.
@@ -30,12 +32,12 @@ from benchmarks.search_files import add_rows, read
 from flashgen.codegen.families import balanced, family
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_choice import with_tile
-from flashgen.codegen.hopper_forward.tiles import TILES, Tile
+from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
-from flashgen.measure.protocol import Executor, specialization
+from flashgen.measure.protocol import Executor, Outcome, specialization
 from flashgen.tuning.compile_pool import Compiler, usable_cpus
 from flashgen.tuning.runs import make_compiler, make_executor
 
@@ -155,6 +157,13 @@ def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dic
     outcomes = raced(
         executor, compiler, workload, ours.values(), rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S, settle_s=SETTLE_S
     )
+    return rows_of(workload, ours, outcomes)
+
+
+def rows_of(
+    workload: Workload, ours: Mapping[Shape, Config], outcomes: Mapping[Config, Outcome]
+) -> list[dict[str, object]]:
+    """A row for each tile that was timed."""
     return [
         dict(zip(COLUMNS, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
         for shape, config in ours.items()
@@ -175,6 +184,13 @@ def times_of(
     return found
 
 
+def is_long(workload: Workload, sm_count: int) -> bool:
+    """Whether factors of its class decide, of which windows of this module's races say nothing."""
+    key, sizes = (workload.head_dim, workload.causal), Sizes.of(workload)
+    tiles = TILES[key] if key in SUSTAINED else ()
+    return bool(tiles) and min(tile.time(sizes, sm_count, causal=key[1]) for tile in tiles) >= SUSTAINED_US
+
+
 def losses(times: Times, device: Device) -> dict[Shape, list[float]]:
     """By the tile of a config: what serves shapes in its place, over the best tile of each that was raced with it."""
     found: dict[Shape, list[float]] = defaultdict(list)
@@ -188,7 +204,8 @@ def losses(times: Times, device: Device) -> dict[Shape, list[float]]:
 
 
 def served_report(rows: Iterable[Mapping[str, str]], device: Device, dtype: str) -> str:
-    """A line for each tile of each class."""
+    """A line for each tile of each class, without long launches where these have factors of their own."""
+    rows = [row for row in rows if not is_long(Workload.parse(row["workload"]), device.num_sms)]
     return "\n".join(
         f"{_named(head_dim, causal)} by {64 * own[0]:3} x {own[1]:3}: {statistics.geometric_mean(lost):.3f}, "
         f"at most {max(lost):.3f}, of {len(lost)}"

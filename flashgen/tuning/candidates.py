@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.codegen.cost import Ranking
-from flashgen.codegen.families import applicable, beside, family, fitted, over_pages, poor_at_sizes, usual
+from flashgen.codegen.families import applicable, balanced, beside, family, fitted, over_pages, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config, KnobValue
@@ -190,14 +190,15 @@ def _spills(config: Config, workload: Workload, device: Device) -> bool:
 
 
 def _other_tiles(candidates: Candidates, spec: Specialization, sizes: Sizes, device: Device) -> list[Config]:
-    """What the default has at other sizes, one config of each tile.
+    """What the default has at other sizes, one config of each tile, in the order of tiles that would serve these sizes.
 
     Lists have the tiles that won, and of a class with few records those of few sizes: all of packed sequences of d64
     had 256 rows, where 64 took 0.8 to 1.07 of their time, by how long sequences were.
     """
     by_tile = {rows_and_keys(candidates.default): candidates.default}
     for config in as_valid(beside(candidates.default, spec, device), spec, sizes, device):
-        by_tile.setdefault(rows_and_keys(config), config)
+        for found in (balanced(config, spec, sizes, device), config):
+            by_tile.setdefault(rows_and_keys(found), found)
     return list(by_tile.values())[1:]
 
 

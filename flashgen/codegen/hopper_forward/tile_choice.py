@@ -7,7 +7,8 @@ keys and an overhead for each CTA, CTAs of one SM side by side, and, where queri
 the longest CTA or an equal share of all work with some of a CTA behind it, whichever is more.
 
 What a step takes was fitted to races on an H200 (bf16, 4 to 128 heads, 128 to 16384 queries), each tile by itself.
-docs/experiments/waves.md has what the tiles that this chooses cost, also on shapes that nothing was fitted to.
+docs/experiments/waves.md has what the tiles that this chooses cost, also on shapes that nothing was fitted to. In long
+launches, which meet the power limit of a card, times count as races of such load have them (`tiles.SUSTAINED`).
 
 Packed sequences have the same tiles, and a wider margin: all that a host knows is how long each may be.
 """
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from flashgen.codegen.common_scores import is_plain_forward
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
-from flashgen.codegen.hopper_forward.tiles import TILES, Tile
+from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -44,6 +45,9 @@ Their steps took 1.2 to 1.7 times as long with heads of 40, 56 and 72 as with 64
 PACKED_MARGIN = 0.05
 """The same of packed sequences, of whose lengths a bound is all that is known."""
 
+SUSTAINED_MARGIN = 0.01
+"""By which another tile has to promise to be faster where launches are long, in which tiles were timed so."""
+
 SHARED_WARPGROUPS = 2
 """Of the tile whose keys CTAs share."""
 
@@ -63,6 +67,10 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     own_factors, factors = _factors(spec)
     asked = [time * factor for time, factor in zip(times, factors, strict=True)]
     asked[own] = times[own] * own_factors[own]
+    sustained = _sustained(spec)
+    if sustained and min(times) >= SUSTAINED_US:
+        asked = [time * factor for time, factor in zip(times, sustained, strict=True)]
+        asked[own] *= 1 - SUSTAINED_MARGIN
     best = asked.index(min(asked))
     return config if best == own else with_tile(spec, config, tiles[best], device)
 
@@ -129,6 +137,14 @@ def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]
         tuple(asked(tile, tile.margin) for tile in tiles),
         tuple(asked(tile, max(tile.margin, least)) for tile in tiles),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _sustained(spec: Specialization) -> tuple[float, ...]:
+    """What times count times in long launches, of what was timed: in bf16, and not packed; else ()."""
+    if spec.varlen or spec.dtype != "bf16" or (spec.head_dim, spec.causal) not in SUSTAINED:
+        return ()
+    return tuple(tile.sustained for tile in _tiles(spec))
 
 
 def _own(tiles: Sequence[Tile], config: Config) -> int | None:

@@ -6,6 +6,9 @@ group begin when the others are nearly done, and all wait for them: then all hea
 with one to six waves of tiles take 1.19 times as long in groups of four heads, at most 1.44 times; two with seven waves
 take 1.04 times as long in one group. With more than 32 heads that is so up to three waves; then 32 are enough.
 
+Where there are many tiles, those of 192 rows and 64 keys have the largest groups whose keys and values the L2 cache
+holds: on an H200 groups of 8 of 26 shapes took 1.017 times as long in the mean as these (docs/experiments/waves.md).
+
 Where all CTAs run at once, several on an SM, these get long and short tiles together in one group of all heads
 (`_turned` of the template): on an H200 45 tiles of 30 shapes took 0.98 of the time in the mean, 0.86 to 1.02.
 """
@@ -14,14 +17,22 @@ from __future__ import annotations
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_order import ALL_HEADS, in_groups, in_groups_of
+from flashgen.codegen.common_wgmma import LEAST_COLUMNS, widest_block
 from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_parts import is_split
 from flashgen.codegen.hopper_forward import resources
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 FEW_WAVES, ONE_GROUP_WAVES, LARGE_GROUP = 6, 3, 32
 """Tiles for each place of an SM up to which the order decides, and up to which any number of heads is one group."""
+
+CACHED_GROUPS, CACHED_SHARE = (16, 8, 4), 0.6
+"""Heads of a group, and how much of the L2 cache their keys and values may take."""
+
+CACHED_TILE = 3, 64
+"""Warpgroups and keys of a step of the tiles whose groups were timed so."""
 
 STEEP = 2
 """Keys for each query up to which the first tiles have much fewer keys than the last ones."""
@@ -29,7 +40,9 @@ STEEP = 2
 
 def orders(spec: Specialization, config: Config) -> tuple[Config, ...]:
     """What `ordered` may serve in the place of a config at one size or another."""
-    return in_groups_of(spec, config, LARGE_GROUP), in_groups(spec, config, ALL_HEADS)
+    found = in_groups_of(spec, config, LARGE_GROUP), in_groups(spec, config, ALL_HEADS)
+    cached = CACHED_GROUPS if _follows_cache(spec, config) else ()
+    return (*found, *(in_groups_of(spec, config, heads) for heads in cached))
 
 
 def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -44,9 +57,23 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
     slots = device.num_sms * config.integer("blocks_per_sm")
     if device.num_sms < tiles <= slots:
         return in_groups(spec, config, ALL_HEADS)
+    if tiles > FEW_WAVES * slots and device.l2_bytes and _follows_cache(spec, config):
+        return in_groups_of(spec, config, _cached(spec, sizes, device))
     if tiles > FEW_WAVES * slots and config.integer("heads_per_group") > LARGE_GROUP:
         return in_groups_of(spec, config, LARGE_GROUP)
     if not slots < tiles <= FEW_WAVES * slots:
         return config
     wanted = ALL_HEADS if heads > LARGE_GROUP and tiles <= ONE_GROUP_WAVES * slots else LARGE_GROUP
     return in_groups(spec, config, wanted) if config.integer("heads_per_group") < heads else config
+
+
+def _follows_cache(spec: Specialization, config: Config) -> bool:
+    tile, is_wide = (config["warpgroups"], config["block_n"]), LEAST_COLUMNS < widest_block(spec) <= 2 * LEAST_COLUMNS
+    return tile == CACHED_TILE and is_wide and not is_split(config) and resources.packed_heads(config) == 1
+
+
+def _cached(spec: Specialization, sizes: Sizes, device: Device) -> int:
+    """The heads of the largest group whose keys and values the L2 cache holds."""
+    head_bytes = sizes.seqlen_k * (spec.head_dim + spec.head_dim_v) * DTYPE_BYTES[spec.dtype]
+    room, shared = CACHED_SHARE * device.l2_bytes, sizes.nheads // sizes.nheads_k
+    return next((heads for heads in CACHED_GROUPS if -(-heads // shared) * head_bytes <= room), CACHED_GROUPS[-1])

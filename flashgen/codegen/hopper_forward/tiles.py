@@ -19,12 +19,13 @@ class Tile:
         block_n: keys of a step.
         blocks_per_sm: CTAs side by side.
         knobs: what else its config has.
-        step: what a step takes, in a unit of its class.
+        step: what a step takes, in us on an H200.
         overhead: what a CTA takes beside its steps, in steps.
         lone: the share of its time that a CTA takes which has an SM to itself.
         tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
         before: under a causal mask, by how much longer it takes if nearly all keys come before the first query.
         margin: by which it has to promise to be faster, where that is more than `MARGINS`; the record's own tile, too.
+        sustained: what its time counts times in launches of `SUSTAINED_US` or more; 0 where nobody timed that.
     """
 
     warpgroups: int
@@ -37,6 +38,7 @@ class Tile:
     tail: float = 0.0
     before: float = 0.0
     margin: float = 0.0
+    sustained: float = 0.0
 
     def time(self, sizes: Sizes, sm_count: int, *, causal: bool) -> float:
         """What the CTAs of these sizes are expected to take."""
@@ -193,13 +195,32 @@ CONSTANTS: Mapping[tuple[int, bool], tuple[tuple[float, float, float, float, flo
 }
 """Step, overhead, lone, tail and before of each tile of a class: what `benchmarks.tiles --fit` makes of times."""
 
+SUSTAINED_US = 200.0
+"""What a launch is expected to take from which on load that goes on is what counts, with factors of its own.
+
+Windows of 30 ms, which the constants were fitted to, are over before a card answers to its power limit. Load that goes
+on has an H200 at 1425 to 1605 MHz in place of 1980, and tiles that draw less, as those of more rows, which load keys
+less often, are ahead there (docs/experiments/waves.md).
+"""
+
+SUSTAINED: Mapping[tuple[int, bool], tuple[float, ...]] = {
+    (64, False): (1.045, 1.046, 1.019, 1.051),
+    (64, True): (1.168, 1.159, 0.995, 1.038),
+    (96, True): (1.138, 1.125, 1.034, 1.019),
+    (128, False): (1.025, 1.024, 1.067),
+    (128, True): (0.975, 1.086, 1.061),
+}
+"""Times of the tiles of a class in long windows over what the constants say: what `--sustained --fit` makes of them."""
+
 
 def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
     """The tiles of a class that has constants."""
     shapes = (_UP_TO_64 if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _UP_TO_128)[causal]
+    constants = CONSTANTS[head_dim, causal]
+    factors = SUSTAINED.get((head_dim, causal), (0.0,) * len(constants))
     return tuple(
-        Tile(**shape._asdict(), step=step, overhead=overhead, lone=lone, tail=tail, before=before)
-        for shape, (step, overhead, lone, tail, before) in zip(shapes, CONSTANTS[head_dim, causal], strict=True)
+        Tile(**shape._asdict(), step=step, overhead=overhead, lone=lone, tail=tail, before=before, sustained=factor)
+        for shape, (step, overhead, lone, tail, before), factor in zip(shapes, constants, factors, strict=True)
     )
 
 
