@@ -24,7 +24,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     """A config that was measured at other sizes, with the tile, its order and the shares that fill the SMs at these."""
     found = _shared(spec, tile_choice.balanced(spec, config, sizes, device), sizes, device)
     if split_keys(found):
-        shared = _shared(spec, tile_choice.for_shares(spec, found, device), sizes, device)
+        shared = _shared(spec, tile_choice.for_shares(spec, config, device), sizes, device)
         return shared if split_keys(shared) else found
     return tile_order.ordered(spec, short_queries.narrowed(spec, found, sizes, device), sizes, device)
 

@@ -48,6 +48,9 @@ PACKED_MARGIN = 0.05
 SUSTAINED_MARGIN = 0.01
 """By which another tile has to promise to be faster where launches are long, in which tiles were timed so."""
 
+FILLING_ROWS = 256
+"""Queries for each SM with which a launch keeps all of them busy: one that does not meets no power limit."""
+
 SHARED_WARPGROUPS = 2
 """Of the tile whose keys CTAs share."""
 
@@ -68,7 +71,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     asked = [time * factor for time, factor in zip(times, factors, strict=True)]
     asked[own] = times[own] * own_factors[own]
     sustained = _sustained(spec)
-    if sustained and min(times) >= SUSTAINED_US:
+    if sustained and min(times) >= SUSTAINED_US and sizes.batch * sizes.nheads * sizes.seqlen_q >= FILLING_ROWS * sms:
         asked = [time * factor for time, factor in zip(times, sustained, strict=True)]
         asked[own] *= 1 - SUSTAINED_MARGIN
     best = asked.index(min(asked))
