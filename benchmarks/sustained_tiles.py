@@ -11,26 +11,31 @@ left out, what the tile that is chosen takes over the best one, beside what is c
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from benchmarks.exit_codes import STOPPED
 from benchmarks.search_bench import raced
-from benchmarks.search_files import add_rows, read
-from benchmarks.tiles import COLUMNS, SHAPES, Times, configs, is_long, rows_of, shape_of, tiles_of, times_of
+from benchmarks.search_files import read
+from benchmarks.tiles import (
+    SHAPES,
+    Times,
+    add_race_arguments,
+    configs,
+    is_long,
+    race_all,
+    rows_of,
+    shape_of,
+    tiles_of,
+    times_of,
+)
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_order import ordered
 from flashgen.codegen.hopper_forward.tiles import SUSTAINED, Tile
 from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import Executor, specialization
-from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.runs import make_compiler, make_executor
+from flashgen.tuning.compile_pool import Compiler
 
 ROUNDS, WINDOW_S, WARM_S, SETTLE_S = 5, 0.1, 0.03, 1.0
 
@@ -136,31 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fit:
         print(report(read(options.file), find_device(options.target).num_sms))
         return 0
-    began, done = time.monotonic(), {row["workload"] for row in read(options.file)}
-    with contextlib.ExitStack() as stack:
-        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        device = executor.describe().device
-        compiler = stack.enter_context(make_compiler(device, options.jobs or usable_cpus()))
-        for workload in workloads(device.num_sms):
-            if workload.key in done:
-                continue
-            if time.monotonic() - began > options.limit_seconds:
-                return STOPPED
-            add_rows(options.file, COLUMNS, race(executor, compiler, workload))
-            print(f"{workload.key}: done", file=sys.stderr, flush=True)
-    return 0
+    return race_all(options, lambda device: workloads(device.num_sms), race)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.sustained_tiles", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("file", type=Path, help="a CSV; what is there is gone on with")
-    parser.add_argument("--fit", action="store_true", help="print factors instead")
-    parser.add_argument(
-        "--target", default="h200", help="the GPU of the file, as `flashgen devices` has it (%(default)s)"
-    )
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all races, the start included")
-    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
-    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
+    add_race_arguments(parser, fit="print factors instead")
     return parser
 
 

@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -300,37 +300,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.served:
             print(served_report(rows, device, options.dtype))
         return 0
+    found = workloads(candidates=options.candidates, short=options.short, dtype=options.dtype)
+    return race_all(options, lambda device: found, race)
+
+
+def race_all(
+    options: argparse.Namespace,
+    workloads_of: Callable[[Device], Iterable[Workload]],
+    raced_one: Callable[[Executor, Compiler, Workload], list[dict[str, object]]],
+) -> int:
+    """Add the rows of every workload that the file has none of; 0 is done, 3 stopped at the time limit."""
     began, done = time.monotonic(), {row["workload"] for row in read(options.file)}
     with contextlib.ExitStack() as stack:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        compiler = stack.enter_context(make_compiler(executor.describe().device, options.jobs or usable_cpus()))
-        for workload in workloads(candidates=options.candidates, short=options.short, dtype=options.dtype):
+        device = executor.describe().device
+        compiler = stack.enter_context(make_compiler(device, options.jobs or usable_cpus()))
+        for workload in workloads_of(device):
             if workload.key in done:
                 continue
             if time.monotonic() - began > options.limit_seconds:
                 return STOPPED
-            add_rows(options.file, COLUMNS, race(executor, compiler, workload))
+            add_rows(options.file, COLUMNS, raced_one(executor, compiler, workload))
             print(f"{workload.key}: done", file=sys.stderr, flush=True)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.tiles", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("file", type=Path, help="a CSV; what is there is gone on with")
-    parser.add_argument("--fit", action="store_true", help="print constants instead")
+    add_race_arguments(parser, fit="print constants instead")
     parser.add_argument("--served", action="store_true", help="print what the tiles that serve take instead")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16"), default="bf16", help="of all of that (default: %(default)s)"
     )
     parser.add_argument("--candidates", action="store_true", help="race tiles of classes without a table, too")
     parser.add_argument("--short", action="store_true", help="race shapes of few queries, too")
+    return parser
+
+
+def add_race_arguments(parser: argparse.ArgumentParser, *, fit: str) -> None:
+    """The arguments of races whose rows go to a file, and of what is fitted to them."""
+    parser.add_argument("file", type=Path, help="a CSV; what is there is gone on with")
+    parser.add_argument("--fit", action="store_true", help=fit)
     parser.add_argument(
         "--target", default="h200", help="the GPU of the file, as `flashgen devices` has it (%(default)s)"
     )
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all races, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
     parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sustained_tiles
+from benchmarks import sustained_tiles, tiles
 from benchmarks.search_files import read
 from benchmarks.sustained_tiles import factors, workloads
 from benchmarks.tiles import times_of
@@ -30,9 +30,9 @@ def test_a_shape_is_raced_once_and_short_ones_are_not(
     executor = FakeExecutor(clock=Clock())
     monkeypatch.setattr(sustained_tiles, "SHAPES", ("b1-h8-s2048", "b1-h20-s6144"))
     monkeypatch.setattr(sustained_tiles, "MORE_SHAPES", ("b2-h32-hk8-s8192", "b2-h64-s8192"))
-    monkeypatch.setattr(sustained_tiles, "make_executor", lambda gpu: executor)
+    monkeypatch.setattr(tiles, "make_executor", lambda gpu: executor)
     compiler = FakeCompiler(failing=0.0)
-    monkeypatch.setattr(sustained_tiles, "make_compiler", lambda device, jobs: contextlib.nullcontext(compiler))
+    monkeypatch.setattr(tiles, "make_compiler", lambda device, jobs: contextlib.nullcontext(compiler))
     path = tmp_path / "tiles.csv"
     assert sustained_tiles.main([str(path), "--limit-seconds", "-1"]) == 3
     assert sustained_tiles.main([str(path)]) == 0
