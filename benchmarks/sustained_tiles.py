@@ -2,6 +2,7 @@
 
 python -m benchmarks.sustained_tiles FILE.csv [--limit-seconds 300]     races tiles in long windows on a GPU
 python -m benchmarks.sustained_tiles FILE.csv --fit                     factors from such a file, without a GPU
+python -m benchmarks.sustained_tiles FILE.csv --dtype fp16              of float16, either way
 
 Shapes are those that are expected to take `tiles.SUSTAINED_US` or more. Rows are added when a shape is done, and a
 shape that has rows is not raced again. `--fit` prints the factor of each tile (`tiles.SUSTAINED`) and, with each shape
@@ -17,27 +18,37 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from benchmarks.search_bench import raced
 from benchmarks.search_files import read
+from benchmarks.tile_races import add_race_arguments, race_all, rows_of
 from benchmarks.tiles import (
     SHAPES,
     Times,
-    add_race_arguments,
     configs,
-    is_long,
-    race_all,
-    rows_of,
     shape_of,
+    takes_long,
     tiles_of,
     times_of,
 )
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_order import ordered
-from flashgen.codegen.hopper_forward.tiles import SUSTAINED, Tile
+from flashgen.codegen.hopper_forward.tiles import TILES, Tile
 from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import Executor, specialization
 from flashgen.tuning.compile_pool import Compiler
 
 ROUNDS, WINDOW_S, WARM_S, SETTLE_S = 5, 0.1, 0.03, 1.0
+
+FIRST_SHAPES = (
+    "b2-h16-s8192",
+    "b2-h24-s3072",
+    "b8-h16-s2048",
+    "b1-h64-hk8-s3072",
+    "b1-h12-s10240",
+    "b16-h16-s1024",
+    "b4-h32-hk8-s4096",
+    "b12-h12-s1536",
+)
+"""Of different lengths and numbers of heads, so that a short run says something of each class."""
 
 MORE_SHAPES = (
     "b1-h21-s16384",
@@ -64,12 +75,12 @@ MORE_SHAPES = (
 """Of searches, beside those that `benchmarks.tiles` has."""
 
 
-def workloads(sm_count: int) -> Iterator[Workload]:
-    """The long ones of every class that has factors, in bf16."""
-    for head_dim, causal in SUSTAINED:
-        for shape in (*SHAPES, *MORE_SHAPES):
-            workload = Workload.parse(f"bf16-{shape}-d{head_dim}{'-causal' if causal else ''}")
-            if is_long(workload, sm_count):
+def workloads(sm_count: int, dtype: str = "bf16") -> Iterator[Workload]:
+    """The long ones of every class that has tiles: each shape of all classes before the next one."""
+    for shape in dict.fromkeys((*FIRST_SHAPES, *SHAPES, *MORE_SHAPES)):
+        for head_dim, causal in TILES:
+            workload = Workload.parse(f"{dtype}-{shape}-d{head_dim}{'-causal' if causal else ''}")
+            if takes_long(workload, sm_count):
                 yield workload
 
 
@@ -114,10 +125,10 @@ def _loss(
     return times[min(times, key=lambda shape: expected[shape])] / min(times.values())
 
 
-def report(rows: Iterable[Mapping[str, str]], sm_count: int) -> str:
+def report(rows: Iterable[Mapping[str, str]], sm_count: int, dtype: str) -> str:
     """A line for each class, in the order of the file."""
     lines = []
-    for (head_dim, causal), times in times_of(rows).items():
+    for (head_dim, causal), times in times_of(rows, dtype).items():
         if len(times) < 2:  # one shape says nothing of others
             continue
         tiles = tiles_of(head_dim, causal)
@@ -139,9 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 3 stopped at the time limit."""
     options = _parser().parse_args(arguments)
     if options.fit:
-        print(report(read(options.file), find_device(options.target).num_sms))
+        print(report(read(options.file), find_device(options.target).num_sms, options.dtype))
         return 0
-    return race_all(options, lambda device: workloads(device.num_sms), race)
+    return race_all(options, lambda device: workloads(device.num_sms, options.dtype), race)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,31 +15,26 @@ tile, how far off they are, and, with each shape left out of them, what the tile
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import math
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from benchmarks.exit_codes import STOPPED
 from benchmarks.search_bench import raced
-from benchmarks.search_files import add_rows, read
+from benchmarks.search_files import read
+from benchmarks.tile_races import Shape, add_race_arguments, race_all, rows_of
 from flashgen.codegen.families import balanced, family
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_choice import with_tile
 from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
-from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
-from flashgen.measure.protocol import Executor, Outcome, specialization
-from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.runs import make_compiler, make_executor
+from flashgen.measure.protocol import Executor, specialization
+from flashgen.tuning.compile_pool import Compiler
 
 SHAPES = (
     "b1-h8-s2048",
@@ -109,16 +104,12 @@ SETTLE_S = 0.6
 
 LAUNCH_MS = 0.003
 """What of a time belongs to no CTA; with 2 or 4 us the constants choose worse."""
-COLUMNS = ("workload", "warpgroups", "block_n", "ms")
 
 OVERHEADS = tuple(float(steps) for steps in range(9))
 LONE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 TAILS = (0.0, 0.25, 0.5, 0.75, 1.0)
 BEFORE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 """Constants that are tried."""
-
-Shape = tuple[int, int]
-"""Warpgroups and keys of a step."""
 
 Times = Mapping[Workload, Mapping[Shape, float]]
 
@@ -160,17 +151,6 @@ def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dic
     return rows_of(workload, ours, outcomes)
 
 
-def rows_of(
-    workload: Workload, ours: Mapping[Shape, Config], outcomes: Mapping[Config, Outcome]
-) -> list[dict[str, object]]:
-    """A row for each tile that was timed."""
-    return [
-        dict(zip(COLUMNS, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
-        for shape, config in ours.items()
-        if isinstance(outcome := outcomes[config], Measurement)
-    ]
-
-
 def times_of(
     rows: Iterable[Mapping[str, str]], dtype: str = "bf16"
 ) -> dict[tuple[int, bool], dict[Workload, dict[Shape, float]]]:
@@ -184,11 +164,16 @@ def times_of(
     return found
 
 
-def is_long(workload: Workload, sm_count: int) -> bool:
+def takes_long(workload: Workload, sm_count: int) -> bool:
+    """Whether it is expected to take so long that load which goes on is what counts."""
+    sizes, causal = Sizes.of(workload), workload.causal
+    times = (tile.time(sizes, sm_count, causal=causal) for tile in tiles_of(workload.head_dim, causal))
+    return min(times, default=0.0) >= SUSTAINED_US
+
+
+def has_factors(workload: Workload, sm_count: int) -> bool:
     """Whether factors of its class decide, of which windows of this module's races say nothing."""
-    key, sizes = (workload.head_dim, workload.causal), Sizes.of(workload)
-    tiles = TILES[key] if key in SUSTAINED else ()
-    return bool(tiles) and min(tile.time(sizes, sm_count, causal=key[1]) for tile in tiles) >= SUSTAINED_US
+    return (workload.head_dim, workload.causal) in SUSTAINED and takes_long(workload, sm_count)
 
 
 def losses(times: Times, device: Device) -> dict[Shape, list[float]]:
@@ -205,7 +190,7 @@ def losses(times: Times, device: Device) -> dict[Shape, list[float]]:
 
 def served_report(rows: Iterable[Mapping[str, str]], device: Device, dtype: str) -> str:
     """A line for each tile of each class, without long launches where these have factors of their own."""
-    rows = [row for row in rows if not is_long(Workload.parse(row["workload"]), device.num_sms)]
+    rows = [row for row in rows if not has_factors(Workload.parse(row["workload"]), device.num_sms)]
     return "\n".join(
         f"{_named(head_dim, causal)} by {64 * own[0]:3} x {own[1]:3}: {statistics.geometric_mean(lost):.3f}, "
         f"at most {max(lost):.3f}, of {len(lost)}"
@@ -304,49 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return race_all(options, lambda device: found, race)
 
 
-def race_all(
-    options: argparse.Namespace,
-    workloads_of: Callable[[Device], Iterable[Workload]],
-    raced_one: Callable[[Executor, Compiler, Workload], list[dict[str, object]]],
-) -> int:
-    """Add the rows of every workload that the file has none of; 0 is done, 3 stopped at the time limit."""
-    began, done = time.monotonic(), {row["workload"] for row in read(options.file)}
-    with contextlib.ExitStack() as stack:
-        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        device = executor.describe().device
-        compiler = stack.enter_context(make_compiler(device, options.jobs or usable_cpus()))
-        for workload in workloads_of(device):
-            if workload.key in done:
-                continue
-            if time.monotonic() - began > options.limit_seconds:
-                return STOPPED
-            add_rows(options.file, COLUMNS, raced_one(executor, compiler, workload))
-            print(f"{workload.key}: done", file=sys.stderr, flush=True)
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.tiles", description=(__doc__ or "").split("\n")[0])
     add_race_arguments(parser, fit="print constants instead")
     parser.add_argument("--served", action="store_true", help="print what the tiles that serve take instead")
-    parser.add_argument(
-        "--dtype", choices=("bf16", "fp16"), default="bf16", help="of all of that (default: %(default)s)"
-    )
     parser.add_argument("--candidates", action="store_true", help="race tiles of classes without a table, too")
     parser.add_argument("--short", action="store_true", help="race shapes of few queries, too")
     return parser
-
-
-def add_race_arguments(parser: argparse.ArgumentParser, *, fit: str) -> None:
-    """The arguments of races whose rows go to a file, and of what is fitted to them."""
-    parser.add_argument("file", type=Path, help="a CSV; what is there is gone on with")
-    parser.add_argument("--fit", action="store_true", help=fit)
-    parser.add_argument(
-        "--target", default="h200", help="the GPU of the file, as `flashgen devices` has it (%(default)s)"
-    )
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all races, the start included")
-    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
-    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
 
 
 if __name__ == "__main__":

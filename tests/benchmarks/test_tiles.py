@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tiles
+from benchmarks import tile_races, tiles
 from benchmarks.search_files import read
 from benchmarks.tiles import CANDIDATES, Fit, configs, times_of
 from flashgen.codegen.families import invalid
@@ -35,8 +35,10 @@ def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
     executor = FakeExecutor(clock=Clock())
     monkeypatch.setattr(tiles, "SHAPES", ("b1-h8-s2048", "b1-h12-s1664"))
     monkeypatch.setattr(tiles, "LONG_KEYS", ("b1-h8-sq512-sk2048",))
-    monkeypatch.setattr(tiles, "make_executor", lambda gpu: executor)
-    monkeypatch.setattr(tiles, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0.0)))
+    monkeypatch.setattr(tile_races, "make_executor", lambda gpu: executor)
+    monkeypatch.setattr(
+        tile_races, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0.0))
+    )
     path = tmp_path / "tiles.csv"
     assert tiles.main([str(path)]) == 0
     rows = read(path)

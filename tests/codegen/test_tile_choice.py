@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.search_files import read
-from benchmarks.tiles import is_long, losses, shape_of, times_of
+from benchmarks.tiles import has_factors, losses, shape_of, times_of
 from flashgen.codegen.families import balanced, beside, default_config, family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tiles import SUSTAINED, TILES, Tile
@@ -59,7 +59,7 @@ def test_the_tile_that_serves_is_nearly_the_best_one_wherever_it_comes_from(head
     times = {
         workload: of
         for workload, of in measured(head_dim, causal).items()
-        if len(of) == len(tiles) and not is_long(workload, H200.num_sms)
+        if len(of) == len(tiles) and not has_factors(workload, H200.num_sms)
     }
     assert len(times) >= 13
     found = losses(times, H200)
