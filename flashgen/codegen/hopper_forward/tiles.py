@@ -24,7 +24,7 @@ class Tile:
         lone: the share of its time that a CTA takes which has an SM to itself.
         tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
         before: under a causal mask, by how much longer it takes if nearly all keys come before the first query.
-        margin: by which it has to promise to be faster, where that is more than `MARGINS`; the record's own tile, too.
+        margin: by which it has to promise to be faster, where that is more than `MARGIN`; the record's own tile, too.
         sustained: what its time counts times in launches of `SUSTAINED_US` or more; 0 where nobody timed that.
     """
 
