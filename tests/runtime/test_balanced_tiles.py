@@ -48,7 +48,7 @@ def test_the_default_is_chosen_alike(ladder: Ladder) -> None:
 def test_explain_says_why_the_record_s_config_does_not_serve(ladder: Ladder) -> None:
     ladder.user(measured(FULL, config=DEFAULT))
     text = str(explain(ONE_WAVE, ONE_WAVE.specialization, H200, ladder.records()))
-    assert "another tile, whose CTAs leave fewer SMs without work at these sizes" in text
+    assert "another tile, which is expected to take less time at these sizes" in text
     far = replace(FULL, batch=2 * FULL.batch)
     assert "another tile" not in str(explain(far, far.specialization, H200, ladder.records()))
 
@@ -67,6 +67,22 @@ def test_explain_says_which_knob_is_another_one(ladder: Ladder) -> None:
     few_tiles = replace(backward, batch=1)
     text = str(explain(few_tiles, few_tiles.specialization, H200, ladder.records()))
     assert "with larger groups of heads, since there are few tiles at these sizes, with one warpgroup ahead" in text
+
+
+def test_explain_says_that_tiles_write_dq_and_that_groups_are_smaller(ladder: Ladder) -> None:
+    backward = Workload.parse("bwd-b4-h16-s4096-d128")
+    long = Workload.parse("b1-h32-hk8-s8192-d128-causal")
+    tall = default_config(long.specialization, H200).replace(
+        warpgroups=3, block_n=64, masked_blocks="branch", hidden_blocks="skipped", v_stages=3, heads_per_group=32
+    )
+    ladder.user(measured(backward, config=default_config(backward.specialization, H200)), measured(long, config=tall))
+    few = Workload.parse("bwd-b64-h16-s128-d128")
+    text = str(explain(few, few.specialization, H200, ladder.records()))
+    assert "with tiles that have all keys, of which there are few, and write dq themselves: the config above" in text
+    longer = Workload.parse("b1-h32-hk8-s20000-d128-causal")
+    found = explain(longer, longer.specialization, H200, ladder.records())
+    assert found.served.config == tall.replace(heads_per_group=8)
+    assert "with smaller groups of heads, which the L2 cache holds at these sizes: the config above" in str(found)
 
 
 def test_calls_of_new_lengths_get_what_the_ladder_says(ladder: Ladder) -> None:

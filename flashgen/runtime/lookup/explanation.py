@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.codegen.families import balanced, reasons
+from flashgen.codegen.families import balanced, most_keys, reasons
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
@@ -164,13 +164,17 @@ class Explanation:
 
 _COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them, with rows of multiples of 16 bytes"
 
+GROUP = "heads_per_group"
+
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
-_WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"
+_WITH_OTHER_TILE = "with another tile, which is expected to take less time at these sizes: the config above"
+_WITH_ALL_KEYS = "with tiles that have all keys, of which there are few, and write dq themselves: the config above"
+_WITH_SMALLER_GROUPS = "with smaller groups of heads, which the L2 cache holds at these sizes: the config above"
 _WITH_OTHER_FAMILY = "of another family, which is faster at these sizes: the config above"
 _WITH_KNOBS = {
     "split_keys": "with CTAs that share the keys of a tile, of which there are few at these sizes",
     "query_shares": "with tiles that share the queries of their keys, since there are few heads",
-    "heads_per_group": "with larger groups of heads, since there are few tiles at these sizes",
+    GROUP: "with larger groups of heads, since there are few tiles at these sizes",
     "block_m": "with steps of 64 queries, of which there are few",
     "stagger_warpgroups": "with one warpgroup ahead of the other, which is faster at these sizes",
 }
@@ -181,10 +185,14 @@ _WITHOUT_PAGES = "measured without pages, over which the config above serves"
 
 def _with_what(measured: Config, balanced_config: Config) -> str:
     """What a config that was measured at other sizes has instead at those of the call."""
+    if most_keys(balanced_config) is not None and most_keys(measured) is None:
+        return _WITH_ALL_KEYS
     if measured.family != balanced_config.family:
         return _WITH_OTHER_FAMILY
     known = dict(measured.knobs)
     changed = [knob for knob, value in balanced_config.knobs if known.get(knob) != value]
+    if changed == [GROUP] and balanced_config.integer(GROUP) < measured.integer(GROUP):
+        return _WITH_SMALLER_GROUPS
     if not all(knob in _WITH_KNOBS for knob in changed):
         return _WITH_OTHER_TILE
     return ", ".join(_WITH_KNOBS[knob] for knob in changed) + ": the config above"
