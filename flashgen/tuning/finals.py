@@ -2,7 +2,8 @@
 
 Short windows rank by temperature on a power-capped card, so everything within `near_share` of the best is timed again,
 interleaved, and those that are still within `last_share` meet the default and the incumbent in long windows in balanced
-order, unless these are far behind. Both races are on normal and on hard data, and the geometric mean of both times
+order, unless these are far behind. Every second place is for the best of another tile, also where that is further behind
+(`near_best`): tiles draw different power, which short windows do not see. Both races are on normal and on hard data, and the geometric mean of both times
 counts. Each begins with load that nobody measures, and the first has no other kernels beside the configs. The last race
 has as many rounds as it needs to be sure (`measure.sequential`): a config takes the place of the one in use only if it
 beats that, in at most one of twenty races of equally fast ones. Where none is in use, the simplest stays of those that

@@ -7,7 +7,7 @@ with one to six waves of tiles take 1.19 times as long in groups of four heads, 
 take 1.04 times as long in one group. With more than 32 heads that is so up to three waves; then 32 are enough.
 
 Where there are many tiles, those of 192 rows and 64 keys have the largest groups whose keys and values the L2 cache
-holds: on an H200 groups of 8 of 26 shapes took 1.017 times as long in the mean as these (docs/experiments/waves.md).
+holds: on an H200 groups of 8 took 1.036 times as long in the mean of 26 shapes as these (docs/experiments/waves.md).
 
 Where all CTAs run at once, several on an SM, these get long and short tiles together in one group of all heads
 (`_turned` of the template): on an H200 45 tiles of 30 shapes took 0.98 of the time in the mean, 0.86 to 1.02.
