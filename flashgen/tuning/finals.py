@@ -2,12 +2,13 @@
 
 Short windows rank by temperature on a power-capped card, so everything within `near_share` of the best is timed again,
 interleaved, and those that are still within `last_share` meet the default and the incumbent in long windows in balanced
-order, unless these are far behind. Every second place is for the best of another tile, also where that is further behind
-(`near_best`): tiles draw different power, which short windows do not see. Both races are on normal and on hard data, and the geometric mean of both times
-counts. Each begins with load that nobody measures, and the first has no other kernels beside the configs. The last race
-has as many rounds as it needs to be sure (`measure.sequential`): a config takes the place of the one in use only if it
-beats that, in at most one of twenty races of equally fast ones. Where none is in use, the simplest stays of those that
-are about as fast. A short budget has fewer configs and shorter windows (`Finals.within`).
+order, unless these are far behind. Every second place is for the best of another tile, also where that is further
+behind (`near_best`): tiles draw different power, which short windows do not see. Both races are on normal and on hard
+data, and the geometric mean of both times counts. Each begins with load that nobody measures, and the first has no
+other kernels beside the configs. The last race has as many rounds as it needs to be sure (`measure.sequential`): a
+config takes the place of the one in use only if it beats that, in at most one of twenty races of equally fast ones.
+Where none is in use, the simplest stays of those that are about as fast. A short budget has fewer configs and shorter
+windows (`Finals.within`).
 
 The search itself sees normal data alone, which decides who is near the best: since references of exponentials follow
 the row sums, a config's time on hard data is a few per cent from that on normal data, and `near_share` is more.

@@ -213,7 +213,7 @@ SUSTAINED: Mapping[tuple[int, bool], tuple[float, ...]] = {
     (128, False): (1.025, 1.024, 1.067),
     (128, True): (0.975, 1.086, 1.061),
 }
-"""Times of the tiles of a class in long windows over what constants say, as `benchmarks.sustained_tiles --fit` has them."""
+"""Times of the tiles of a class in long windows over what constants say: what `benchmarks.sustained_tiles` fits."""
 
 
 def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
