@@ -16,6 +16,7 @@ knobs, so it costs all configs of a family alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from flashgen.codegen import head_packing
@@ -23,6 +24,7 @@ from flashgen.codegen.common_groups import parts_of
 from flashgen.codegen.common_steps import key_steps, steps
 from flashgen.codegen.cost import Loop, Steps, Tiling
 from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Workload
 
 FORWARD_SCORE_OPERATIONS = 5
@@ -94,9 +96,11 @@ def _in_shares(steps: Steps, shares: int, *, masked: int) -> Steps:
 
 
 def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
-    """The kernel of dK and dV, and of dQ where `added_trips` (of `Loop`) says that it is added in memory."""
+    """The kernel of dK and dV, and of dQ where `added_trips` (of `Loop`) says that it goes to memory, too."""
     d, dv, size = tile.query_columns, tile.value_columns, DTYPE_BYTES[w.dtype]
     added = d if added_trips else 0
+    adds = added_trips > 0 and not tile.writes_dq
+    dq_bytes = 2 * sums_bytes(w) if adds else _query_rows(w) * w.head_dim * size if added else 0
     group = w.nheads // w.nheads_k
     parts, shares = parts_of(group, tile.walked_heads), tile.query_shares
     # sums of parts are written, and read by another kernel
@@ -117,9 +121,9 @@ def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
         score_operations=SCORE_OPERATIONS,
         row_operations=0,
         prologue=PROLOGUE,
-        tensor_bytes=walked + 2 * _key_bytes(w) + (2 * sums_bytes(w) if added_trips else 0) + parts_bytes,
+        tensor_bytes=walked + 2 * _key_bytes(w) + dq_bytes + parts_bytes,
         walked_bytes=walked,
-        added_bytes=tile.block_m * added * FP32_BYTES,
+        added_bytes=tile.block_m * added * (FP32_BYTES if adds else size // 2),  # what is only written is half of it
         added_trips=added_trips,
         through_smem=added_trips > 0,
         warps=tile.warps,
@@ -161,11 +165,11 @@ def owning_queries(w: Workload, tile: Tiling) -> Loop:
     )
 
 
-def streamed_bytes(w: Workload, *, adds_dq: bool) -> tuple[int, ...]:
-    """Bytes that each of the other kernels moves through device memory."""
+def streamed_bytes(w: Workload, config: Config, *, adds_dq: Callable[[Config], bool]) -> tuple[int, ...]:
+    """Bytes that each of the other kernels moves through device memory; `adds_dq` says of a config that dQ is sums."""
     size = DTYPE_BYTES[w.dtype]
     prepare = _query_rows(w) * (2 * w.head_dim_v * size + STATISTICS_BYTES)
-    if not adds_dq:
+    if not adds_dq(config):
         return (prepare,)
     return prepare + sums_bytes(w), sums_bytes(w) + _query_rows(w) * w.head_dim * size
 

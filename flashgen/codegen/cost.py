@@ -32,6 +32,7 @@ class Tiling:
         packed_heads: heads that share keys, whose rows the query rows are.
         walked_heads: query heads of a group that a program which owns keys walks over; 0 means all.
         query_shares: programs that share the queries of such keys.
+        writes_dq: whether such a program has all keys, so that what it computes of dQ is all there is.
         precision: how fp32 tiles are multiplied, as Triton calls it; empty where elements have 16 bits.
         hardware_tanh: whether one special function computes the tanh of a softcap.
     """
@@ -49,6 +50,7 @@ class Tiling:
     packed_heads: int = 1
     walked_heads: int = 0
     query_shares: int = 1
+    writes_dq: bool = False
     precision: str = ""
     hardware_tanh: bool = False
 
@@ -85,7 +87,7 @@ class Loop:
         prologue: cycles of a program outside of its loop.
         tensor_bytes: bytes of all tensors once.
         walked_bytes: bytes of what is walked, once for all heads.
-        added_bytes: bytes of a step that are added to memory shared with other programs.
+        added_bytes: bytes of a step that are added to memory shared with other programs, which is a read and a write.
         added_trips: how many times as long as one pass through shared memory they keep the warps busy.
         products_in_flight: whether the tensor cores read the operands of one product while they work on another.
         through_smem: whether every score goes through shared memory once more, for a product with the other side.
@@ -157,7 +159,7 @@ class Ranking:
     stage_knobs: tuple[str, ...] = ()
 
 
-def _nothing(workload: Workload) -> tuple[int, ...]:
+def _nothing(workload: Workload, config: Config) -> tuple[int, ...]:
     return ()
 
 
@@ -167,13 +169,13 @@ class CostModel:
 
     Attributes:
         kernels: the looping kernels, in the order of their launches.
-        streamed_bytes: bytes that each of the other kernels moves through device memory.
+        streamed_bytes: bytes that each of the other kernels of a config moves through device memory.
         ranking: None where the model knows the level of a default only, because the knobs change the order of
             instructions, which it does not see.
     """
 
     kernels: tuple[LoopKernel, ...]
-    streamed_bytes: Callable[[Workload], tuple[int, ...]] = _nothing
+    streamed_bytes: Callable[[Workload, Config], tuple[int, ...]] = _nothing
     ranking: Ranking | None = None
 
 

@@ -47,7 +47,7 @@ def predict_ms(workload: Workload, config: Config, device: Device, compiled: Com
     looping = (
         _loop_ms(kernel, workload, config, device, compiled.part(kernel.entry(config))) for kernel in model.kernels
     )
-    return sum(looping) + _streams_ms(model, workload, device)
+    return sum(looping) + _streams_ms(model, workload, config, device)
 
 
 def predict_all(workload: Workload, configs: Iterable[Config], device: Device) -> dict[Config, float]:
@@ -71,7 +71,7 @@ def predict_all(workload: Workload, configs: Iterable[Config], device: Device) -
         model = _known(config)
         if workload.flops:
             looping = sum(loop_ms(kernel, config) for kernel in model.kernels)
-            times[config] = looping + _streams_ms(model, workload, device)
+            times[config] = looping + _streams_ms(model, workload, config, device)
         else:
             times[config] = LAUNCH_MS
     return times
@@ -104,7 +104,7 @@ def _loop_ms(kernel: LoopKernel, workload: Workload, config: Config, device: Dev
     return launches + LoopModel(of_shares(loop, dense, splits), dense, device, taken).ms
 
 
-def _streams_ms(model: CostModel, workload: Workload, device: Device) -> float:
+def _streams_ms(model: CostModel, workload: Workload, config: Config, device: Device) -> float:
     """Time of the kernels that only move bytes."""
-    moved = model.streamed_bytes(workload.as_dense)
+    moved = model.streamed_bytes(workload.as_dense, config)
     return len(moved) * LAUNCH_MS + (sum(moved) / (device.bandwidth_gbs * 1e6) if device.bandwidth_gbs else 0.0)

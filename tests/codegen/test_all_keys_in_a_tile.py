@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import math
+import statistics
+from pathlib import Path
+
 import pytest
 
 from flashgen.codegen.families import balanced, beside, default_config, fitted, invalid, most_keys, poor_at_sizes, usual
@@ -15,6 +20,7 @@ from flashgen.measure.data_kinds import HARD_KINDS
 from flashgen.measure.odd_shapes import odd_shapes
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.candidates import Candidates
+from flashgen.tuning.predict import predict_all
 
 H200 = find_device("h200")
 PLAIN = Specialization.parse("bwd-bf16-d64")
@@ -137,3 +143,25 @@ def test_the_gate_has_shapes_that_they_can_be_launched_with() -> None:
         assert any(shape.q_offset is not None and shape.q_offset < 0 for shape in shapes), "rows that see no key"
         assert max(shape.seqlen_k for shape in usual_ones) > 1000
     assert most_keys(HOPPER_BACKWARD_SPLIT.default(PLAIN, H200)) is None
+
+
+def test_the_model_knows_what_sums_in_memory_cost() -> None:
+    """On 14 raced shapes of an H200, from estimates of what kernels take."""
+    times: dict[str, dict[str, float]] = {}
+    with (Path(__file__).parent / "all_keys_nvidia_h200.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["family"] == HOPPER_BACKWARD_FUSED.id:
+                own = times.setdefault(row["workload"], {})
+                own[row["dq_conversion"]] = min(float(row["ms"]), own.get(row["dq_conversion"], math.inf))
+    off = []
+    for key, own in times.items():
+        workload = Workload.parse(key)
+        spec = specialization(workload)
+        writes = balanced(default_config(spec, H200), spec, Sizes.of(workload), H200)
+        adds = writes.replace(dq_conversion="kernel")
+        expected = predict_all(workload, [writes, adds], H200)
+        off.append(expected[adds] / expected[writes] / (own["kernel"] / own["none"]))
+    assert len(off) == 14
+    assert statistics.geometric_mean(off) > 0.9
+    assert min(off) > 0.7
+    assert max(off) < 1.05

@@ -37,6 +37,7 @@ def _tile(spec: Specialization, config: Config, name: str) -> Tiling:
         heavy_first=spec.causal,
         walked_heads=0 if queries else heads_per_tile(config),
         query_shares=1 if queries else query_shares(config),
+        writes_dq=resources.writes_dq(config),
         steps_in_flight=2,
     )
 
@@ -65,18 +66,18 @@ SPLIT_COST_MODEL = CostModel(
             taken=_taken,
         ),
     ),
-    streamed_bytes=functools.partial(streamed_bytes, adds_dq=False),
+    streamed_bytes=functools.partial(streamed_bytes, adds_dq=resources.adds_dq),
 )
 
 FUSED_COST_MODEL = CostModel(
     kernels=(
         LoopKernel(
             name="main",
-            knobs=_KNOBS,
+            knobs=(*_KNOBS, "dq_conversion"),
             tile=functools.partial(_tile, name="main"),
             loop=functools.partial(owning_keys, added_trips=TMA_TRIPS),
             taken=_taken,
         ),
     ),
-    streamed_bytes=functools.partial(streamed_bytes, adds_dq=True),
+    streamed_bytes=functools.partial(streamed_bytes, adds_dq=resources.adds_dq),
 )

@@ -10,6 +10,7 @@ from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
 from flashgen.codegen.common_products import PRODUCTS, precision
 from flashgen.codegen.cost import CostModel, LoopKernel, Ranking, Tiling, blocks_side_by_side
 from flashgen.codegen.head_parts import is_split, padded
+from flashgen.codegen.portable_backward.resources import is_fused
 from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -79,7 +80,7 @@ SPLIT_COST_MODEL = CostModel(
             taken=functools.partial(_taken, name="dq"),
         ),
     ),
-    streamed_bytes=functools.partial(streamed_bytes, adds_dq=False),
+    streamed_bytes=functools.partial(streamed_bytes, adds_dq=is_fused),
     ranking=Ranking(
         tile_knobs=(*_TILE[:3], "split_d", PRODUCTS.name, *_DQ_TILE[:3]),
         stage_knobs=(_TILE[3], _DQ_TILE[3]),
@@ -96,6 +97,6 @@ FUSED_COST_MODEL = CostModel(
             taken=functools.partial(_taken, name="main"),
         ),
     ),
-    streamed_bytes=functools.partial(streamed_bytes, adds_dq=True),
+    streamed_bytes=functools.partial(streamed_bytes, adds_dq=is_fused),
     ranking=Ranking(tile_knobs=(*_TILE[:3], "split_d", PRODUCTS.name), stage_knobs=(_TILE[3],)),
 )
