@@ -184,7 +184,7 @@ def _at_lengths(workload: Workload, spec: Specialization, device: Device) -> Ite
     counts = (*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch)
     batches = {batch for batch in counts if batch <= sizes.batch}
     for batch, rows in itertools.product(batches, lengths):
-        for keys in {rows, max(rows, sizes.seqlen_k)}:
+        for keys in {rows, sizes.seqlen_k}:
             at = sizes._replace(batch=batch, seqlen_q=rows, seqlen_k=keys)
             config = lookup.config(at, generated_only=True, has_own_offset=True)
             if config is not None:

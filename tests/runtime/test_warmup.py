@@ -68,6 +68,27 @@ def test_no_smaller_batch_and_no_other_length_compiles_after_a_warm_up(
     assert len({(each.get("warpgroups", 0), each.get("block_n", 0)) for each in served}) > 1
 
 
+@pytest.mark.parametrize(
+    "key", ["bwd-b64-h24-hk4-sq1024-sk120-d64", "bwd-b32-h64-hk8-sq4096-sk77-d40", "bwd-b200-h12-s128-d64"]
+)
+def test_no_smaller_batch_over_few_keys_compiles_after_a_warm_up(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Their tiles write dq, and walk over as many heads and queries as the batch leaves them."""
+    monkeypatch.setattr(serve, "device_at", lambda index: H200)
+    most, draw = Workload.parse(key), random.Random(key)
+    flashgen.warmup([most])
+    ready = {chosen for _, chosen in gpu.loaded}
+    served = set()
+    for batch in range(1, most.batch + 1):
+        shape = most.with_shape(batch=batch, seqlen_q=draw.choice([most.seqlen_q, draw.randint(17, most.seqlen_q)]))
+        served.add(resolve(shape, most.specialization, H200, serve.records()).config)
+    assert served <= ready
+    assert {each["dq_conversion"] for each in served} == {"none"}
+    walks = {(each["heads_per_tile"], each["query_shares"]) for each in served}
+    assert len(walks) > 1 or most.seqlen_q == most.seqlen_k
+
+
 def test_heads_that_larger_calls_pad_are_ready_in_both_forms(gpu: FakeGpu) -> None:
     flashgen.warmup(["b1-h32-s4096-d100-causal"])
     assert {spec.key for spec, _ in gpu.compiled} == {"fwd-bf16-d100-causal-unaligned", "fwd-bf16-d104-causal"}
