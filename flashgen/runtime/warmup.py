@@ -27,6 +27,9 @@ MANY_KEYS = 1 << 17
 MANY_ROWS, MANY_BATCHES = 8192, 16
 """Numbers beyond which a tile or a batch element more changes little; up to powers of two."""
 
+MANY_WAVES = 8
+"""Waves of tiles beyond which one that is not full changes little."""
+
 ALL_LENGTHS = tuple(1 << power for power in range(8, 25))
 """Of keys: the rules of decode families make a difference between lengths in steps of powers of two."""
 
@@ -181,8 +184,10 @@ def _at_lengths(workload: Workload, spec: Specialization, device: Device) -> Ite
     lookup = SizesLookup(records.choices(spec, device), workload, spec, device, records)
     able = (*map(in_blocks, range(1, MANY_ROWS + 1)), *_powers_to(sizes.seqlen_q))
     lengths = {rows for rows in able if rows <= sizes.seqlen_q}
-    counts = (*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch)
-    batches = {batch for batch in counts if batch <= sizes.batch}
+    # as many heads as fill so many waves of SMs, each with one tile
+    waves = (device.num_sms * wave // sizes.nheads for wave in range(1, MANY_WAVES + 1))
+    counts = (*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch, *waves)
+    batches = {batch for batch in counts if 0 < batch <= sizes.batch}
     for batch, rows in itertools.product(batches, lengths):
         for keys in {rows, sizes.seqlen_k}:
             at = sizes._replace(batch=batch, seqlen_q=rows, seqlen_k=keys)

@@ -12,8 +12,11 @@ import flashgen
 from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization, Workload
+from flashgen.db.layers import Layers
 from flashgen.launch import decode_passes
+from flashgen.runtime import warmup
 from flashgen.runtime.lookup.ladder import resolve
+from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.ops import helpers, serve
 from tests.db.samples import H100, H200, RTX_4090
 from tests.fakes.gpu import FakeGpu
@@ -53,7 +56,7 @@ def test_a_warm_up_makes_ready_whatever_the_ladder_can_return(gpu: FakeGpu, ladd
 def test_no_smaller_batch_and_no_other_length_compiles_after_a_warm_up(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """With the records that ship: each length has the tile that fills the SMs."""
+    """Each length has the tile that fills the SMs."""
     monkeypatch.setattr(serve, "device_at", lambda index: H200)
     most, draw = Workload.parse(key), random.Random(key)
     flashgen.warmup([most])
@@ -87,6 +90,21 @@ def test_no_smaller_batch_over_few_keys_compiles_after_a_warm_up(
     assert {each["dq_conversion"] for each in served} == {"none"}
     walks = {(each["heads_per_tile"], each["query_shares"]) for each in served}
     assert len(walks) > 1 or most.seqlen_q == most.seqlen_k
+
+
+def test_a_batch_that_just_fills_a_wave_does_not_compile_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the records that ship: one of few programs serves up to 21 batches, and 22 fill two waves of 132 SMs."""
+    most = Workload.parse("fp16-b256-h12-s128-d64")
+    with Layers.open(None) as layers:
+        records = Records(layers)
+        monkeypatch.setattr(serve, "records", lambda: records)
+        ready = warmup._reachable(most, most.specialization, H200, None)
+        found = {}
+        for batch in range(1, most.batch + 1):
+            shape = most.with_shape(batch=batch, seqlen_q=32, seqlen_k=128)
+            found[batch] = resolve(shape, most.specialization, H200, records).config
+    assert set(found.values()) <= ready
+    assert len({found[batch] for batch in (21, 22, 23)}) == 3
 
 
 def test_heads_that_larger_calls_pad_are_ready_in_both_forms(gpu: FakeGpu) -> None:
