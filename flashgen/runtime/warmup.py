@@ -24,7 +24,7 @@ MANY_KEYS = 1 << 17
 """Over so many, CTAs share the keys of whatever tiles are few enough."""
 
 
-MANY_ROWS, MANY_BATCHES = 8192, 16
+MANY_ROWS, MANY_BATCHES = 8192, 33
 """Numbers beyond which a tile or a batch element more changes little; up to powers of two."""
 
 MANY_WAVES = 8
@@ -183,7 +183,7 @@ def _at_lengths(workload: Workload, spec: Specialization, device: Device) -> Ite
     records, sizes = serve.records(), Sizes.of(workload)
     lookup = SizesLookup(records.choices(spec, device), workload, spec, device, records)
     able = (*map(in_blocks, range(1, MANY_ROWS + 1)), *_powers_to(sizes.seqlen_q))
-    lengths = {rows for rows in able if rows <= sizes.seqlen_q}
+    lengths = {sizes.seqlen_q, *(rows for rows in able if rows <= sizes.seqlen_q)}
     # as many heads as fill so many waves of SMs, each with one tile
     waves = (device.num_sms * wave // sizes.nheads for wave in range(1, MANY_WAVES + 1))
     counts = (*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch, *waves)

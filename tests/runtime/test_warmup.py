@@ -51,7 +51,11 @@ def test_a_warm_up_makes_ready_whatever_the_ladder_can_return(gpu: FakeGpu, ladd
 
 
 @pytest.mark.parametrize(
-    "key", [KEY, "b8-h16-s2048-d96", "fp16-b3-h12-s5000-d64-causal", "b2-h20-hk4-s1500-d80-causal"]
+    "key",
+    [
+        *(KEY, "b8-h16-s2048-d96", "fp16-b3-h12-s5000-d64-causal", "b2-h20-hk4-s1500-d80-causal"),
+        "b64-h32-s197-d40-causal",
+    ],
 )
 def test_no_smaller_batch_and_no_other_length_compiles_after_a_warm_up(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, key: str
@@ -63,7 +67,7 @@ def test_no_smaller_batch_and_no_other_length_compiles_after_a_warm_up(
     ready = {chosen for _, chosen in gpu.loaded}
     served = set()
     for _ in range(400):
-        batch, rows = draw.randint(1, most.batch), draw.randint(17, most.seqlen_q)
+        batch, rows = draw.randint(1, most.batch), draw.choice([draw.randint(17, most.seqlen_q), most.seqlen_q])
         keys = draw.choice([rows, most.seqlen_k])
         shape = most.with_shape(batch=batch, seqlen_q=rows, seqlen_k=keys)
         served.add(resolve(shape, most.specialization, H200, serve.records()).config)
