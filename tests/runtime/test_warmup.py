@@ -50,6 +50,14 @@ def test_a_warm_up_makes_ready_whatever_the_ladder_can_return(gpu: FakeGpu, ladd
         assert ladder.resolve(shape).config in expected
 
 
+def served_after_a_warm_up(gpu: FakeGpu, most: Workload, shapes: list[Workload]) -> set[Config]:
+    """What serves these shapes, all of which a warm-up for the largest one has made ready."""
+    flashgen.warmup([most])
+    served = {resolve(shape, most.specialization, H200, serve.records()).config for shape in shapes}
+    assert served <= {chosen for _, chosen in gpu.loaded}
+    return served
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -63,15 +71,12 @@ def test_no_smaller_batch_and_no_other_length_compiles_after_a_warm_up(
     """Each length has the tile that fills the SMs."""
     monkeypatch.setattr(serve, "device_at", lambda index: H200)
     most, draw = Workload.parse(key), random.Random(key)
-    flashgen.warmup([most])
-    ready = {chosen for _, chosen in gpu.loaded}
-    served = set()
+    shapes = []
     for _ in range(400):
         batch, rows = draw.randint(1, most.batch), draw.choice([draw.randint(17, most.seqlen_q), most.seqlen_q])
         keys = draw.choice([rows, most.seqlen_k])
-        shape = most.with_shape(batch=batch, seqlen_q=rows, seqlen_k=keys)
-        served.add(resolve(shape, most.specialization, H200, serve.records()).config)
-    assert served <= ready
+        shapes.append(most.with_shape(batch=batch, seqlen_q=rows, seqlen_k=keys))
+    served = served_after_a_warm_up(gpu, most, shapes)
     assert len({(each.get("warpgroups", 0), each.get("block_n", 0)) for each in served}) > 1
 
 
@@ -84,13 +89,9 @@ def test_no_smaller_batch_over_few_keys_compiles_after_a_warm_up(
     """Their tiles write dq, and walk over as many heads and queries as the batch leaves them."""
     monkeypatch.setattr(serve, "device_at", lambda index: H200)
     most, draw = Workload.parse(key), random.Random(key)
-    flashgen.warmup([most])
-    ready = {chosen for _, chosen in gpu.loaded}
-    served = set()
-    for batch in range(1, most.batch + 1):
-        shape = most.with_shape(batch=batch, seqlen_q=draw.choice([most.seqlen_q, draw.randint(17, most.seqlen_q)]))
-        served.add(resolve(shape, most.specialization, H200, serve.records()).config)
-    assert served <= ready
+    rows = (draw.choice([most.seqlen_q, draw.randint(17, most.seqlen_q)]) for _ in range(most.batch))
+    shapes = [most.with_shape(batch=batch, seqlen_q=each) for batch, each in enumerate(rows, 1)]
+    served = served_after_a_warm_up(gpu, most, shapes)
     assert {each["dq_conversion"] for each in served} == {"none"}
     walks = {(each["heads_per_tile"], each["query_shares"]) for each in served}
     assert len(walks) > 1 or most.seqlen_q == most.seqlen_k
