@@ -100,7 +100,7 @@ def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
     d, dv, size = tile.query_columns, tile.value_columns, DTYPE_BYTES[w.dtype]
     added = d if added_trips else 0
     adds = added_trips > 0 and not tile.writes_dq
-    dq_bytes = 2 * sums_bytes(w) if adds else _query_rows(w) * w.head_dim * size if added else 0
+    dq_bytes = 2 * sums_bytes(w) if adds else tile.writes_dq * _query_rows(w) * w.head_dim * size
     group = w.nheads // w.nheads_k
     parts, shares = parts_of(group, tile.walked_heads), tile.query_shares
     # sums of parts are written, and read by another kernel

@@ -22,7 +22,6 @@ TIMES = Path(__file__).parents[1] / "codegen/sustained_tiles_nvidia_h200.csv"
 def test_the_factors_are_what_the_times_make(key: tuple[int, bool]) -> None:
     made = factors(TILES[key], times_of(read(TIMES))[key], 132)
     assert made == pytest.approx(SUSTAINED[key], abs=5e-4)
-    assert [tile.sustained for tile in TILES[key]] == list(SUSTAINED[key])
 
 
 def test_a_shape_is_raced_once_and_short_ones_are_not(

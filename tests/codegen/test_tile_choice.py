@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.search_files import read
-from benchmarks.tiles import has_factors, losses, shape_of, times_of
+from benchmarks.tiles import losses, shape_of, times_of
 from flashgen.codegen.families import balanced, beside, default_config, family, invalid
 from flashgen.codegen.family import Sizes
+from flashgen.codegen.hopper_forward import tile_choice
 from flashgen.codegen.hopper_forward.tiles import SUSTAINED, TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
@@ -23,10 +24,9 @@ from flashgen.measure.protocol import specialization
 
 A100, H200 = find_device("a100"), find_device("h200")
 
-MEAN = {40: 1.026, 56: 1.02, 64: 1.012, 72: 1.007, 80: 1.016, 96: 1.018, 112: 1.004, 128: 1.014}
+MEAN = {40: 1.026, 56: 1.02, 64: 1.012, 72: 1.007, 80: 1.016, 96: 1.013, 112: 1.004, 128: 1.01}
 WORST = {40: 1.11, 56: 1.17, 64: 1.12, 72: 1.09, 80: 1.17, 96: 1.17, 112: 1.04, 128: 1.16}
-"""Time over that of the best tile of short launches, by head dimension; with any one tile it is 1.10 and 1.48."""
-
+"""Time over that of the best tile, by head dimension; with any one tile for all it is 1.10 and 1.48."""
 
 SUSTAINED_TIMES = Path(__file__).parent / "sustained_tiles_nvidia_h200.csv"
 
@@ -53,14 +53,14 @@ def test_every_tile_is_a_valid_config(head_dim: int, causal: bool, dtype: str) -
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), TILES)
-def test_the_tile_that_serves_is_nearly_the_best_one_wherever_it_comes_from(head_dim: int, causal: bool) -> None:
+def test_the_tile_that_serves_is_nearly_the_best_one_wherever_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool
+) -> None:
+    """In windows as short as these, of which factors of load that goes on say nothing."""
+    monkeypatch.setattr(tile_choice, "SUSTAINED", {})
     tiles = TILES[head_dim, causal]
     # a search had not all of them
-    times = {
-        workload: of
-        for workload, of in measured(head_dim, causal).items()
-        if len(of) == len(tiles) and not has_factors(workload, H200.num_sms)
-    }
+    times = {workload: of for workload, of in measured(head_dim, causal).items() if len(of) == len(tiles)}
     assert len(times) >= 13
     found = losses(times, H200)
     assert len(found) == len(tiles)

@@ -102,7 +102,7 @@ def test_ctas_of_an_sm_that_all_run_at_once_are_one_group() -> None:
     assert len(turned) >= 6
     lost = losses({workload: times[workload] for workload in turned}, chosen)
     in_groups = losses({workload: times[workload] for workload in turned}, lambda each: (*chosen(each)[:-1], "32"))
-    assert max(lost) <= 1.011
+    assert max(lost) <= 1.01
     assert statistics.geometric_mean(in_groups) > 1.02, "which the order is there for"
 
 
@@ -273,9 +273,10 @@ def test_short_backward_passes_take_steps_and_a_family_of_their_own() -> None:
     assert len(lost) == len(times) == 49
     assert statistics.geometric_mean(lost) <= 1.002
     assert max(lost) <= 1.021
-    fused = losses(times, lambda workload: ("fused", "64" if workload.head_dim > 64 else "128"))
-    assert statistics.geometric_mean(fused) > 1.08, "which the rules are there for"
-    assert max(fused) > 1.37
+    fused = losses(timed, lambda workload: ("fused", "64" if workload.head_dim > 64 else "128"))
+    assert len(fused) == 59
+    assert statistics.geometric_mean(fused) > 1.085, "which the rules are there for, and tiles that write dq"
+    assert max(fused) > 1.6
 
 
 def test_backward_passes_of_few_keys_have_tiles_that_write_dq() -> None:

@@ -98,13 +98,17 @@ def _why_share_no_queries(config: Config, sizes: Sizes) -> str | None:
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config with as many heads a tile as these sizes take, and what else of a tile is faster at them."""
     writes = sizes.seqlen_k <= resources.KEYS and _may_write(spec)
-    config = fused_default(spec, device) if writes else fitted(spec, config, sizes, device)
+    config = _fused_default(spec, device) if writes else fitted(spec, config, sizes, device)
     tiles = _tiles(spec, config, device)
     config = _sharing(spec, config, sizes, tiles) or _unshared(spec, _alone(config), sizes, device)
     if writes:
         walk = config.integer("block_m"), heads_per_tile(config), query_shares(config)
         return _writing(spec, device, *walk, sizes.seqlen_q <= IN_STEP * ROWS)
     return _staggered(spec, _ordered(spec, config, sizes, tiles, device), sizes, tiles)
+
+
+_fused_default = functools.lru_cache(maxsize=256)(fused_default)
+"""Which every new length of few keys asks for."""
 
 
 def _may_write(spec: Specialization) -> bool:
@@ -121,7 +125,7 @@ def _writing(spec: Specialization, device: Device, block_m: int, heads: int, sha
     """
     walk: dict[str, KnobValue] = {"block_m": block_m, "heads_per_tile": heads, "query_shares": shares}
     how: dict[str, KnobValue] = {"persistent": shares == 1, "stagger_warpgroups": not in_step}
-    return fused_default(spec, device).replace(dq_conversion="none", **walk, **how)
+    return _fused_default(spec, device).replace(dq_conversion="none", **walk, **how)
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,7 +187,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     if _may_write(spec):
         walks = [(heads, 1, in_step) for heads in (0, *BY_RULE) for in_step in (False, True)]
         walks += [(heads, shares, False) for heads in (0, 1) for shares in SHARES[1:]]
-        default = fused_default(spec, device)
+        default = _fused_default(spec, device)
         steps = {kind.integer("block_m") for kind in (default, short_steps(spec, default))}
         found += [_writing(spec, device, rows, *walk) for rows in sorted(steps) for walk in walks]
     return tuple(other for other in dict.fromkeys(found) if other != config)

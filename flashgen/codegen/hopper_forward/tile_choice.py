@@ -71,7 +71,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     own_factors, factors = _factors(spec)
     asked = [time * factor for time, factor in zip(times, factors, strict=True)]
     asked[own] = times[own] * own_factors[own]
-    sustained = _sustained(spec)
+    sustained = () if spec.varlen else SUSTAINED.get((spec.head_dim, causal), ())  # packed ones were not timed so
     if sustained and min(times) >= SUSTAINED_US and sizes.batch * sizes.nheads * sizes.seqlen_q >= FILLING_ROWS * sms:
         asked = [time * factor for time, factor in zip(times, sustained, strict=True)]
         asked[own] *= 1 - SUSTAINED_MARGIN
@@ -141,14 +141,6 @@ def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]
         tuple(asked(tile, tile.margin) for tile in tiles),
         tuple(asked(tile, max(tile.margin, least)) for tile in tiles),
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _sustained(spec: Specialization) -> tuple[float, ...]:
-    """What times count times in long launches, of what was timed, which is nothing packed; else ()."""
-    if spec.varlen or (spec.head_dim, spec.causal) not in SUSTAINED:
-        return ()
-    return tuple(tile.sustained for tile in _tiles(spec))
 
 
 def _own(tiles: Sequence[Tile], config: Config) -> int | None:

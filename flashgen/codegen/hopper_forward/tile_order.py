@@ -57,14 +57,15 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
     slots = device.num_sms * config.integer("blocks_per_sm")
     if device.num_sms < tiles <= slots:
         return in_groups(spec, config, ALL_HEADS)
-    if tiles > FEW_WAVES * slots and device.l2_bytes and _follows_cache(spec, config):
-        return in_groups_of(spec, config, _cached(spec, sizes, device))
-    if tiles > FEW_WAVES * slots and config.integer("heads_per_group") > LARGE_GROUP:
-        return in_groups_of(spec, config, LARGE_GROUP)
-    if not slots < tiles <= FEW_WAVES * slots:
+    own = config.integer("heads_per_group")
+    if tiles > FEW_WAVES * slots:
+        if device.l2_bytes and _follows_cache(spec, config):
+            return in_groups_of(spec, config, _cached(spec, sizes, device))
+        return in_groups_of(spec, config, LARGE_GROUP) if own > LARGE_GROUP else config
+    if tiles <= slots:
         return config
     wanted = ALL_HEADS if heads > LARGE_GROUP and tiles <= ONE_GROUP_WAVES * slots else LARGE_GROUP
-    return in_groups(spec, config, wanted) if config.integer("heads_per_group") < heads else config
+    return in_groups(spec, config, wanted) if own < heads else config
 
 
 def _follows_cache(spec: Specialization, config: Config) -> bool:

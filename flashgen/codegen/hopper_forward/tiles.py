@@ -25,7 +25,6 @@ class Tile:
         tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
         before: under a causal mask, by how much longer it takes if nearly all keys come before the first query.
         margin: by which it has to promise to be faster, where that is more than `MARGIN`; the record's own tile, too.
-        sustained: what its time counts times in launches of `SUSTAINED_US` or more; 0 where nobody timed that.
     """
 
     warpgroups: int
@@ -38,7 +37,6 @@ class Tile:
     tail: float = 0.0
     before: float = 0.0
     margin: float = 0.0
-    sustained: float = 0.0
 
     def time(self, sizes: Sizes, sm_count: int, *, causal: bool) -> float:
         """What the CTAs of these sizes are expected to take."""
@@ -219,11 +217,9 @@ SUSTAINED: Mapping[tuple[int, bool], tuple[float, ...]] = {
 def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
     """The tiles of a class that has constants."""
     shapes = (_UP_TO_64 if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _UP_TO_128)[causal]
-    constants = CONSTANTS[head_dim, causal]
-    factors = SUSTAINED.get((head_dim, causal), (0.0,) * len(constants))
     return tuple(
-        Tile(**shape._asdict(), step=step, overhead=overhead, lone=lone, tail=tail, before=before, sustained=factor)
-        for shape, (step, overhead, lone, tail, before), factor in zip(shapes, constants, factors, strict=True)
+        Tile(**shape._asdict(), step=step, overhead=overhead, lone=lone, tail=tail, before=before)
+        for shape, (step, overhead, lone, tail, before) in zip(shapes, CONSTANTS[head_dim, causal], strict=True)
     )
 
 
