@@ -65,7 +65,7 @@ def test_what_a_family_offers_no_more_is_followed_by_its_successor(store: Store)
     """A record of an earlier version, and a search that such a version began: neither serves, nor is measured."""
     run(store, compiler=willing(), families=HOPPER, budget=Budget(trials=8))
     old = chosen(store)
-    former = old.config.replace(softmax_reference="first_block")
+    former = old.config.replace(heads_per_group=16, softmax_reference="first_block")  # not the default's group
     assert invalid(former, CAUSAL.specialization, H200) is not None
     store.put_record(dataclasses.replace(old, config=former))
     outcome = Measurement(times_ms=(1.01 * least_ms(CAUSAL, H200),), reference_ms=1.0)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.codegen.families import default_config
 from flashgen.core.record import SOURCES, Failure
 from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
@@ -62,8 +63,10 @@ def test_a_search_is_kept_with_the_true_origin_of_every_trial(store: Store) -> N
 
 
 def test_the_next_search_knows_the_incumbent_and_keeps_the_first_one(store: Store) -> None:
+    default = default_config(WIDE.specialization, H200)
     for _ in range(2):
-        run(store, WIDE, families=FAMILY, budget=Budget(trials=8), retune=True)
+        executor = FakeExecutor(time_ms=lambda _, config: 2.0 if config == default else 1.0)
+        run(store, WIDE, families=FAMILY, executor=executor, budget=Budget(trials=8), retune=True)
     first, second = logs(store)
     assert "incumbent" not in {trial.source for trial in first.trials}
     assert "incumbent" in {trial.source for trial in second.trials}
