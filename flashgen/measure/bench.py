@@ -71,6 +71,10 @@ class Toolchain(Protocol):
         """The config that serves the calls of this one that ask for an LSE: most configs do themselves."""
         ...
 
+    def most_keys(self, config: Config) -> int | None:
+        """The keys that a launch of the config has at most; None is any number."""
+        ...
+
     def default(self, workload: Workload) -> Config:
         """The config that serves a workload without any tuning.
 
@@ -105,6 +109,10 @@ class GpuToolchain:
     def exact_sibling(self, spec: Specialization, config: Config) -> Config:
         """See `Toolchain`."""
         return exact_sibling(config, spec)
+
+    def most_keys(self, config: Config) -> int | None:
+        """See `Toolchain`."""
+        return most_keys(config)
 
     def default(self, workload: Workload) -> Config:
         """See `Toolchain`."""
@@ -333,7 +341,7 @@ class Bench:
     def _odd_verdict(
         self, spec: Specialization, config: Config, factory: Factory, repeats: int, *, out_alone: bool
     ) -> Failure | None:
-        key, most = (spec, config), most_keys(config)
+        key, most = (spec, config), self._toolchain.most_keys(config)
         if key not in self._odd_verdicts:
             if (spec, most) not in self._odd:
                 limit = {} if most is None else {"most_keys": most}

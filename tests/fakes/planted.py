@@ -104,6 +104,9 @@ class PlantedToolchain(GpuToolchain):
     def exact_sibling(self, spec: Specialization, config: Config) -> Config:
         return config if config.family == PLANTED else super().exact_sibling(spec, config)
 
+    def most_keys(self, config: Config) -> int | None:
+        return None if config.family == PLANTED else super().most_keys(config)
+
 
 class PlantedService(GpuService):
     """The usual service with that toolchain."""

@@ -32,7 +32,7 @@ SMALL = Workload.parse("bwd-bf16-b1-h2-hk1-s40-d16-causal-keybias-sink")
 
 
 def config(**knobs: int | str | bool) -> Config:
-    return Config.of("portable_backward_split", knobs)
+    return Config.of("emulated", knobs)
 
 
 @dataclass
@@ -77,6 +77,9 @@ class EmulatedToolchain:
 
     def exact_sibling(self, spec: Specialization, config: Config) -> Config:
         return config
+
+    def most_keys(self, config: Config) -> int | None:
+        return None
 
     def default(self, workload: Workload) -> Config:
         raise UnsupportedError("nothing serves this")
@@ -150,6 +153,9 @@ def test_what_has_few_keys_alone_is_judged_on_shapes_that_have_no_more() -> None
                 return made(tensors, features)
 
             return counted
+
+        def most_keys(self, config: Config) -> int | None:
+            return most_keys(config)
 
     workload = Workload.parse("bwd-bf16-b1-h2-hk1-s40-d16-causal")
     counting = Counting()

@@ -94,6 +94,9 @@ class Toolchain:
     def exact_sibling(self, spec: Specialization, config: Config) -> Config:
         return config
 
+    def most_keys(self, config: Config) -> int | None:
+        return None
+
     def default(self, workload: Workload) -> Config:
         raise UnsupportedError("nothing serves this")
 

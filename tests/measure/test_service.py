@@ -73,6 +73,9 @@ class EmulatedToolchain:
     def exact_sibling(self, spec: Specialization, config: Config) -> Config:
         return exact_sibling(config, spec)
 
+    def most_keys(self, config: Config) -> int | None:
+        return None
+
     def default(self, workload: Workload) -> Config:
         if self.default_config is None:
             raise UnsupportedError("nothing serves this")
