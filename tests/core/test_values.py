@@ -16,7 +16,7 @@ from flashgen.core import settings as settings_module
 from flashgen.core.config import Config
 from flashgen.core.device import CATALOGUE, Device, find_among, find_device, memory_class_gb
 from flashgen.core.errors import ConfigError, DeviceError, MeasureError, SettingError
-from flashgen.core.record import Baseline, Failure, Measurement, TuningRecord, age
+from flashgen.core.record import SPLIT, Baseline, Failure, Measurement, TuningRecord, age
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
 
@@ -113,7 +113,7 @@ def test_a_record_is_measured_iff_it_has_a_measurement() -> None:
         config=config,
         provenance="measured",
         measurement=Measurement(times_ms=(2.0,)),
-        baselines=(Baseline(impl="a", median_ms=3.0), Baseline(impl="b", median_ms=1.0)),
+        baselines=tuple(Baseline(impl=impl, median_ms=ms) for impl, ms in (("a", 3.0), ("b", 1.0), (SPLIT, 0.5))),
     )
     assert record.best_baseline == Baseline(impl="b", median_ms=1.0)
     assert record.tflops == pytest.approx(work.flops / 2e-3 / 1e12)
