@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> i
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         jobs = [(what.suite, select(backward_grid(), options.only))]
-        seconds = prepared(what.suite, arguments, options, jobs, impls, shard, say)
+        seconds = prepared(what.suite, arguments, options, jobs, impls, shard, file.done(provenance.commit), say)
         if seconds is None:
             return 0
         racer, limit_s = racer_of(options, provenance), options.limit_seconds - seconds

@@ -47,17 +47,24 @@ class Ahead:
     shard: Shard
     limit: TimeLimit
 
+    def left(self, cases: Sequence[C], suite_of: Callable[[C], str]) -> list[C]:
+        """The cases of this process that have no row."""
+        done = self.file.done(self.commit)
+
+        def is_done(case: C) -> bool:
+            key, profile = case.workload.key, case.workload.lengths
+            return any(subject_of(suite_of(case), key, impl, profile) in done for impl in self.impls)
+
+        return [case for case in cases[self.shard.index :: self.shard.count] if not is_done(case)]
+
     def race(self, cases: Sequence[C], suite_of: Callable[[C], str], one: Callable[[C], bool]) -> int:
         """Race each case with `one`, which says whether flashgen has its row; returns the exit code."""
-        done, missing = self.file.done(self.commit), False
-        for case in cases[self.shard.index :: self.shard.count]:
-            key, profile = case.workload.key, case.workload.lengths
-            if any(subject_of(suite_of(case), key, impl, profile) in done for impl in self.impls):
-                continue
+        missing = False
+        for case in self.left(cases, suite_of):
             if not self.limit.has_room():
                 print("stopped at the time limit: run again with --append")
                 return STOPPED
-            print(key, flush=True)
+            print(case.workload.key, flush=True)
             missing = not one(case) or missing
             gc.collect()
             torch.cuda.empty_cache()

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         suites = [(name, select(SUITES[name](), options.only)) for name in options.suite or SUITES]
-        seconds = prepared("features", arguments, options, suites, impls, shard, say)
+        seconds = prepared("features", arguments, options, suites, impls, shard, file.done(provenance.commit), say)
         if seconds is None:
             return 0
         racer, limit_s = partial(measure, pace=pace), options.limit_seconds - seconds

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         runs = [(name, select(SUITES[name](), options.only)) for name in options.suite or DEFAULT_SUITES]
-        seconds = prepared("forward", arguments, options, runs, impls, shard, say)
+        seconds = prepared("forward", arguments, options, runs, impls, shard, file.done(provenance.commit), say)
         if seconds is None:
             return 0
         racer, limit_s = racer_of(options, provenance), options.limit_seconds - seconds

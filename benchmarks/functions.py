@@ -12,7 +12,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, attempt, race_on
-from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, subject_of
+from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, Subject, subject_of
 from benchmarks.time_limit import TimeLimit
 from flashgen.core.errors import FlashgenError
 from flashgen.launch.gpu import current_device
@@ -58,14 +58,16 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
         try:
             shard = Shard.parse(options.shard)
             wanted = chosen(options.suite or DEFAULT_SUITES, options.only)[shard.index :: shard.count]
-            if (part := options.compile_part) is not None:
-                return compile_all(wanted[part.index :: part.count], impls, torch.device("cuda", 0))
             provenance = Provenance.here(options.commit)
             path = options.results / provenance.slug / "functions.csv"
             file = ResultsFile(path, FUNCTION_COLUMNS, append=options.append, commit=provenance.commit)
         except (FlashgenError, ValueError) as error:
             parser.error(str(error))
-        prepare("functions", arguments, options.prepare, say)
+        left = undone(wanted, impls, file.done(provenance.commit))
+        if (part := options.compile_part) is not None:
+            return compile_all(left[part.index :: part.count], impls, torch.device("cuda", 0))
+        if left:
+            prepare("functions", arguments, options.prepare, say)
         say(f"{provenance.device}, torch {provenance.torch}, triton {provenance.triton}, commit {provenance.commit}")
         return run(wanted, impls, file, provenance, racer_of(options), limit)
 
@@ -79,6 +81,11 @@ def chosen(suites: Sequence[str], patterns: Sequence[str]) -> tuple[Case, ...]:
     )
 
 
+def undone(wanted: Sequence[Case], impls: Impls, done: Collection[Subject]) -> list[Case]:
+    """The cases of which no implementation has a row."""
+    return [case for case in wanted if not any(_subject(case, impl.name) in done for impl in impls(case))]
+
+
 def run(
     wanted: Sequence[Case],
     impls: Impls,
@@ -88,8 +95,7 @@ def run(
     limit: TimeLimit,
 ) -> int:
     """Race every case of which no implementation has a row yet, and write its rows together."""
-    done, missing = file.done(provenance.commit), False
-    left = [case for case in wanted if not any(_subject(case, impl.name) in done for impl in impls(case))]
+    missing, left = False, undone(wanted, impls, file.done(provenance.commit))
     for number, case in enumerate(left):
         if not limit.has_room():
             say(f"stopped at the time limit, {len(left) - number} races left: run again with --append")

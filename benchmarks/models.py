@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         suites = [(name, select(model_workloads(name), options.only)) for name in options.model or MODELS]
-        seconds = prepared("models", arguments, options, suites, impls, shard, say)
+        seconds = prepared("models", arguments, options, suites, impls, shard, file.done(provenance.commit), say)
         if seconds is None:
             return 0
         racer = racer_of(options, provenance)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from benchmarks.impls import Call, Impl
 from benchmarks.problems import training_inputs
 from benchmarks.provenance import ROOT
 from benchmarks.race import attempt
+from benchmarks.results import Subject, subject_of
 from benchmarks.variants import Contestant, fastest
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
@@ -34,6 +35,7 @@ PREPARING_SECONDS = 240
 """What compiling beforehand may take; a race compiles what is not there by then."""
 
 Say = Callable[[str], None]
+Suites = Sequence[tuple[str, Sequence[Workload]]]
 S = TypeVar("S")
 C = TypeVar("C", bound=Contestant[Any])
 
@@ -100,21 +102,36 @@ def prepared(
     module: str,
     arguments: Sequence[str] | None,
     options: argparse.Namespace,
-    suites: Sequence[tuple[str, Sequence[Workload]]],
+    suites: Suites,
     impls: Sequence[Impl],
     shard: Shard,
+    done: Collection[Subject],
     say: Say,
 ) -> float | None:
     """What `--prepare` and `--compile-part` ask of a benchmark that races `impls` on this shard of its suites.
 
+    What has a row of any of them among `done` is raced no more, and not compiled.
+
     Returns:
         The seconds that it took; None in a process that has compiled its part, and races nothing.
     """
-    if options.compile_part is None:
-        return prepare(module, sys.argv[1:] if arguments is None else arguments, options.prepare, say)
-    workloads = [workload for _, each in suites for workload in each][shard.index :: shard.count]
-    compile_part(options.compile_part, workloads, impls, torch.device("cuda", 0), say)
-    return None
+    left = undone(suites, impls, shard, done)
+    if options.compile_part is not None:
+        compile_part(options.compile_part, left, impls, torch.device("cuda", 0), say)
+        return None
+    if not left:
+        return 0.0
+    return prepare(module, sys.argv[1:] if arguments is None else arguments, options.prepare, say)
+
+
+def undone(suites: Suites, impls: Sequence[Impl], shard: Shard, done: Collection[Subject]) -> list[Workload]:
+    """The workloads of a shard of suites of which no implementation has a row."""
+    jobs = [(suite, workload) for suite, workloads in suites for workload in workloads]
+    return [
+        workload
+        for suite, workload in jobs[shard.index :: shard.count]
+        if not any(subject_of(suite, workload.key, impl.name) in done for impl in impls)
+    ]
 
 
 def compile_part(

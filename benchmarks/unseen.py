@@ -24,7 +24,7 @@ import torch
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import IMPLS, Impl
-from benchmarks.prepared import add_prepare_arguments, compile_part, prepare
+from benchmarks.prepared import add_prepare_arguments, compile_part, prepare, undone
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import RACE_COLUMNS, ResultsFile
 from benchmarks.training_impls import BACKWARD
@@ -129,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codes = set()
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
+        done = file.done(provenance.commit)
         if options.compile_part is None:
             prepare("unseen", sys.argv[1:] if arguments is None else arguments, options.prepare, say)
             racer = racer_of(options, provenance)
@@ -137,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             impls = [impl for impl in raced(direction) if impl.name in names]
             with torch.no_grad() if direction == "forward" else nullcontext():
                 if options.compile_part is not None:
-                    own = shapes[shard.index :: shard.count]
-                    compile_part(options.compile_part, own, impls, torch.device("cuda", 0), say)
+                    left = undone([(name, shapes)], impls, shard, done)
+                    compile_part(options.compile_part, left, impls, torch.device("cuda", 0), say)
                     continue
                 limit_s = options.limit_seconds - (time.monotonic() - began)
                 codes.add(run([(name, shapes)], impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say))

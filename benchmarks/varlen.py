@@ -74,10 +74,12 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     ahead = Ahead(file, provenance.commit, [impl.name for impl in impls], shard, limit)
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
+        left = ahead.left(packs, lambda pack: pack.suite)
         if (part := options.compile_part) is not None:
-            compile_part(part, packs[shard.index :: shard.count], impls, where)
+            compile_part(part, left, impls, where)
             return 0
-        prepare("varlen", arguments, options.prepare, print)
+        if left:
+            prepare("varlen", arguments, options.prepare, print)
         stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
         pace = {"window_ms": 1e3 * options.window, "rounds": options.rounds}
 

@@ -269,6 +269,8 @@ def test_a_run_asks_for_a_device_and_known_names(
     assert prepared == [("functions", command, 3)]
     rows = read_rows(tmp_path / SHARED.slug / "functions.csv", FUNCTION_COLUMNS)
     assert [(row.suite, row.impl) for row in rows] == [(BOTH, "flashgen"), (BOTH, "flex")]
+    assert functions.main([*command, "--append"]) == 0
+    assert prepared == [("functions", command, 3)], "nothing is left to compile"
     with pytest.raises(SystemExit):
         functions.main(["--impls", "fa2"])
     assert "one of flashgen, flex" in capsys.readouterr().err

@@ -134,6 +134,26 @@ def test_a_process_with_a_part_compiles_its_share_of_the_shard_and_races_nothing
     assert len(workloads) > 30
 
 
+@pytest.mark.parametrize("module", [forward, backward, features, models])
+def test_what_has_a_row_is_not_compiled_again(
+    module: Any, compiled: list[tuple[Shard, list[str], list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = ["--results", str(tmp_path), "--impls", "flashgen,fa4", "--compile-part", "0/1"]
+    assert module.main(every) == 0
+    workloads = compiled[-1][1]
+    done: set[tuple[str, ...]] = set()
+    monkeypatch.setattr(module.ResultsFile, "done", lambda self, commit: done)
+    suites = ("forward", "forward_fp16", "backward", "features", "window", *models.MODELS)
+    done |= {(suite, workloads[0], "fa4") for suite in suites} | {(suite, workloads[1], "fa3") for suite in suites}
+    assert module.main(every) == 0
+    assert compiled[-1][1] == [key for key in workloads if key != workloads[0]], "a row of fa3 is of another race"
+    done |= {(suite, key, "flashgen") for suite in suites for key in workloads}
+    monkeypatch.setattr(prepared, "prepare", lambda *given: pytest.fail("nothing is left to compile"))
+    monkeypatch.setattr(module, "run", lambda *given, **named: 0)
+    monkeypatch.setattr(module, "racer_of", lambda *given: None, raising=False)
+    assert module.main([*every[:-2], "--prepare", "4"]) == 0
+
+
 def test_a_part_is_a_share(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_prepare_arguments(parser)

@@ -17,6 +17,7 @@ from benchmarks import varlen, varlen_impls
 from benchmarks.cases import selected
 from benchmarks.exit_codes import STOPPED
 from benchmarks.impls import Call, results_of
+from benchmarks.results import subject_of
 from benchmarks.variants import fastest
 from benchmarks.varlen import Timed
 from benchmarks.varlen_cases import PACKS, Pack, PackTensors, padded, tensors_of, unpadded
@@ -86,6 +87,12 @@ def test_a_part_calls_its_share_once_and_races_nothing(tmp_path: Path, monkeypat
     command = ["--results", str(tmp_path), "--shard", "0/2", "--compile-part"]
     assert [varlen.main([*command, f"{index}/3"]) for index in range(3)] == [0] * 3
     assert sorted(called) == sorted(pack.workload.key for pack in PACKS[::2])
+    called.clear()
+    first, *others = PACKS[::2]
+    row = subject_of(first.suite, first.workload.key, "one", first.workload.lengths)
+    monkeypatch.setattr(varlen.ResultsFile, "done", lambda self, commit: {row})
+    assert varlen.main([*command, "0/1"]) == 0
+    assert called == [pack.workload.key for pack in others], "what has a row is raced no more"
 
 
 @pytest.mark.parametrize("pack", [pack for pack in PACKS if pack.is_self_attention], ids=lambda pack: pack.workload.key)
