@@ -1,11 +1,12 @@
 """Measure every benchmark of one commit on all GPUs of this machine, and go on where the last run stopped.
 
     python -m benchmarks.everything --out /tmp/measured --gpus 0,1 [--limit-seconds 560] [--only forward --only data]
-    python -m benchmarks.merge /tmp/measured/gpu0 /tmp/measured/gpu1 --into benchmarks/results
+    python -m benchmarks.merge /tmp/measured/shard0 /tmp/measured/shard1 --into benchmarks/results
 
 Each GPU has a folder of results and works off a list of its own: its shard of the races, and some of what one GPU
 measures alone. What is done is noted in `done.json` as soon as it is, so the same command, after a time limit or a
-crash, does what is left. What a benchmark prints is in `logs/`. This process itself touches no GPU.
+crash, does what is left; with `--shards 2` also on one GPU, which then works off both lists. What a benchmark prints is
+in `logs/`. This process itself touches no GPU.
 """
 
 from __future__ import annotations
@@ -96,16 +97,16 @@ BENCHMARKS: tuple[Benchmark, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A benchmark, or a shard of one, on one GPU."""
+    """A benchmark, or a shard of one, in the list of that shard."""
 
     benchmark: Benchmark
-    gpu: int
+    shard: int
     shards: int = 1
 
     @property
     def name(self) -> str:
         """Unique in a run."""
-        return f"{self.benchmark.name}.{self.gpu}" if self.benchmark.is_sharded else self.benchmark.name
+        return f"{self.benchmark.name}.{self.shard}" if self.benchmark.is_sharded else self.benchmark.name
 
     @property
     def seconds(self) -> float:
@@ -116,13 +117,13 @@ class Job:
         """What is run; `folder` gets its results."""
         words = [sys.executable, "-m", f"benchmarks.{self.benchmark.module}", *self.benchmark.options]
         words += ["--results", str(folder), "--append"]
-        words += ["--shard", f"{self.gpu}/{self.shards}"] if self.benchmark.is_sharded else []
+        words += ["--shard", f"{self.shard}/{self.shards}"] if self.benchmark.is_sharded else []
         words += ["--commit", commit] if commit else []
         return words + (["--limit-seconds", f"{limit_s:.0f}"] if self.benchmark.has_limit else [])
 
 
-def planned(gpus: int, only: Sequence[str] = ()) -> list[list[Job]]:
-    """The jobs of each GPU: a shard of every race each, and the rest to whichever has the least to do.
+def planned(shards: int, only: Sequence[str] = ()) -> list[list[Job]]:
+    """The jobs of each list: a shard of every race each, and the rest to whichever has the least to do.
 
     Raises:
         ValueError: a name in `only` is no benchmark's.
@@ -130,27 +131,34 @@ def planned(gpus: int, only: Sequence[str] = ()) -> list[list[Job]]:
     known = [each.name for each in BENCHMARKS]
     if unknown := [name for name in only if name not in known]:
         raise ValueError(f"a benchmark is one of {', '.join(known)}, got {', '.join(unknown)}")
-    lists: list[list[Job]] = [[] for _ in range(gpus)]
+    lists: list[list[Job]] = [[] for _ in range(shards)]
     for benchmark in (each for each in BENCHMARKS if each.name in (only or known)):
         if benchmark.is_sharded:
-            for gpu, jobs in enumerate(lists):
-                jobs.append(Job(benchmark=benchmark, gpu=gpu, shards=gpus))
+            for shard, jobs in enumerate(lists):
+                jobs.append(Job(benchmark=benchmark, shard=shard, shards=shards))
         else:
-            gpu = min(range(gpus), key=lambda n: sum(job.seconds for job in lists[n]))
-            lists[gpu].append(Job(benchmark=benchmark, gpu=gpu))
+            shard = min(range(shards), key=lambda n: sum(job.seconds for job in lists[n]))
+            lists[shard].append(Job(benchmark=benchmark, shard=shard))
     return lists
 
 
+def divided(lists: Sequence[Sequence[Job]], gpus: int) -> list[list[Job]]:
+    """What each GPU works off: the lists are dealt out in turns, and those of one GPU merged in their common order."""
+    order = {each.name: number for number, each in enumerate(BENCHMARKS)}
+    dealt = ([job for jobs in lists[gpu::gpus] for job in jobs] for gpu in range(gpus))
+    return [sorted(jobs, key=lambda job: order[job.benchmark.name]) for jobs in dealt]
+
+
 class Done:
-    """Which jobs are done, in a file; and for how many GPUs the races were cut.
+    """Which jobs are done, in a file; and into how many shards the races were cut.
 
     Raises:
-        ValueError: the folder is one of another commit or another number of GPUs.
+        ValueError: the folder is one of another commit or another number of shards.
     """
 
-    def __init__(self, path: Path, *, commit: str | None, gpus: int) -> None:
+    def __init__(self, path: Path, *, commit: str | None, shards: int) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._is = {"commit": commit, "gpus": gpus}
+        self._is = {"commit": commit, "shards": shards}
         kept = json.loads(path.read_text()) if path.exists() else {"run": self._is, "done": []}
         if kept["run"] != self._is:
             raise ValueError(f"{path.parent} is of {kept['run']}, and this run of {self._is}: give another --out")
@@ -191,18 +199,21 @@ def run(
         code = runner(job, left)
         if code in (0, MISSING):
             done.add(job.name)
-        print(f"gpu {job.gpu}: {job.name} ended with {code} after {clock() - began:.0f} s", flush=True)
+        print(f"shard {job.shard}: {job.name} ended with {code} after {clock() - began:.0f} s", flush=True)
         if code:
             wrong.append(f"{job.name}: ended with {code}" + (", the time limit" if code == STOPPED else ""))
     return wrong
 
 
 def runner_of(out: Path, gpus: Sequence[str], commit: str | None) -> Runner:
-    """Each job as a process that sees its GPU alone, and with its own session, so that its children end with it."""
+    """Each job as a process that sees its GPU alone, and with its own session, so that its children end with it.
+
+    A GPU has the lists that `divided` gives it.
+    """
 
     def runner(job: Job, limit_s: float) -> int:
-        command = job.command(out / f"gpu{job.gpu}", commit, limit_s)
-        seen = {"CUDA_VISIBLE_DEVICES": gpus[job.gpu]}
+        command = job.command(out / f"shard{job.shard}", commit, limit_s)
+        seen = {"CUDA_VISIBLE_DEVICES": gpus[job.shard % len(gpus)]}
         log = out / "logs" / f"{job.name}.txt"
         with log.open("a") as file:
             process = subprocess.Popen(
@@ -226,10 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     gpus = options.gpus.split(",")
+    shards = options.shards or len(gpus)
     (options.out / "logs").mkdir(parents=True, exist_ok=True)
     try:
-        lists = planned(len(gpus), options.only)
-        done = Done(options.out / "done.json", commit=options.commit, gpus=len(gpus))
+        lists = divided(planned(shards, options.only), len(gpus))
+        done = Done(options.out / "done.json", commit=options.commit, shards=shards)
     except ValueError as error:
         parser.error(str(error))
     runner, wrong = runner_of(options.out, gpus, options.commit), list[str]()
@@ -253,10 +265,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of results, logs and what is done")
     parser.add_argument("--gpus", default="0", help="as in CUDA_VISIBLE_DEVICES, separated by commas (%(default)s)")
+    parser.add_argument("--shards", type=_positive, help="lists that the work is cut into (default: one for each GPU)")
     parser.add_argument("--only", action="append", default=[], help="a benchmark; repeatable (default: all)")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="end by then (default: no limit)")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"a number from 1 on, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.training_tasks import TASKS
 
 
-def no_done(tmp_path: Path, gpus: int = 2) -> Done:
-    return Done(tmp_path / "done.json", commit="abc", gpus=gpus)
+def no_done(tmp_path: Path, shards: int = 2) -> Done:
+    return Done(tmp_path / "done.json", commit="abc", shards=shards)
 
 
 def test_each_gpu_has_a_shard_of_every_race_and_some_of_the_rest() -> None:
@@ -29,6 +29,31 @@ def test_each_gpu_has_a_shard_of_every_race_and_some_of_the_rest() -> None:
     assert sorted(alone) == sorted(each.name for each in BENCHMARKS if not each.is_sharded)
     seconds = [sum(job.seconds for job in jobs) for jobs in lists]
     assert max(seconds) - min(seconds) <= 150
+
+
+def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, str]] = []
+
+    def runner_of(out: Path, gpus: list[str], commit: str | None) -> everything.Runner:
+        def runner(job: Job, limit_s: float) -> int:
+            ran.append((job.name, gpus[job.shard % len(gpus)]))
+            return STOPPED if job.name == "backward.1" and len(gpus) == 2 else 0
+
+        return runner
+
+    monkeypatch.setattr(everything, "runner_of", runner_of)
+    given = ["--out", str(tmp_path), "--commit", "abc", "--only", "forward", "--only", "backward", "--only", "memory"]
+    assert main([*given, "--gpus", "4,7"]) == STOPPED
+    assert sorted(ran) == [
+        *(("backward.0", "4"), ("backward.1", "7"), ("forward.0", "4"), ("forward.1", "7"), ("memory", "4"))
+    ]
+    ran.clear()
+    assert main([*given, "--gpus", "2", "--shards", "2"]) == 0
+    assert ran == [("backward.1", "2")]
+    alone = [job.name for job in everything.divided(planned(2, ["forward", "backward", "memory"]), 1)[0]]
+    assert alone == ["forward.0", "forward.1", "backward.0", "backward.1", "memory"]
+    with pytest.raises(SystemExit):
+        main([*given, "--shards", "0"])
 
 
 def test_every_task_of_training_is_there_once() -> None:
@@ -50,7 +75,7 @@ def test_every_command_is_one_that_its_benchmark_takes(
         raise Parsed(parse(parser, arguments))
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
-    words = Job(benchmark=benchmark, gpu=1, shards=2).command(tmp_path, "abc", 60.0)
+    words = Job(benchmark=benchmark, shard=1, shards=2).command(tmp_path, "abc", 60.0)
     with pytest.raises(Parsed) as ended:
         importlib.import_module(f"benchmarks.{benchmark.module}").main(words[3:])
     (options,) = ended.value.args
@@ -88,7 +113,7 @@ def test_a_benchmark_that_cannot_stop_by_itself_starts_only_where_it_fits(tmp_pa
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    no_done(tmp_path, gpus=1).add("forward.0")
+    no_done(tmp_path, shards=1).add("forward.0")
     with pytest.raises(SystemExit, match="2"):
         main(["--out", str(tmp_path), "--gpus", "0,1", "--commit", "abc"])
     assert "give another --out" in capsys.readouterr().err
@@ -110,4 +135,7 @@ def test_the_list_of_what_is_done_is_whole_at_any_time(tmp_path: Path) -> None:
     done = no_done(tmp_path)
     for name in ("a", "b"):
         done.add(name)
-    assert json.loads((tmp_path / "done.json").read_text()) == {"run": {"commit": "abc", "gpus": 2}, "done": ["a", "b"]}
+    assert json.loads((tmp_path / "done.json").read_text()) == {
+        "run": {"commit": "abc", "shards": 2},
+        "done": ["a", "b"],
+    }
