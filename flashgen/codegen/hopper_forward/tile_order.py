@@ -6,8 +6,10 @@ group begin when the others are nearly done, and all wait for them: then all hea
 with one to six waves of tiles take 1.19 times as long in groups of four heads, at most 1.44 times; two with seven waves
 take 1.04 times as long in one group. With more than 32 heads that is so up to three waves; then 32 are enough.
 
-Where there are many tiles, those of 192 rows and 64 keys have the largest groups whose keys and values the L2 cache
-holds: on an H200 groups of 8 took 1.036 times as long in the mean of 26 shapes as these (docs/experiments/waves.md).
+Where there are many tiles, two kinds of them have the largest groups whose keys and values the L2 cache holds. With
+192 rows and 64 keys groups of 8 took 1.036 times as long as these in the mean of 26 shapes on an H200
+(docs/experiments/waves.md). With 256 rows and 64 keys, heads of 64, these took 0.95 of the time of the other groups in
+the mean of 15 pairs of trials of searches that differ in nothing else.
 
 Where all CTAs run at once, several on an SM, these get long and short tiles together in one group of all heads
 (`_turned` of the template): on an H200 45 tiles of 30 shapes took 0.98 of the time in the mean, 0.86 to 1.02.
@@ -15,9 +17,12 @@ Where all CTAs run at once, several on an SM, these get long and short tiles tog
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_order import ALL_HEADS, in_groups, in_groups_of
-from flashgen.codegen.common_wgmma import LEAST_COLUMNS, widest_block
+from flashgen.codegen.common_wgmma import widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import is_split
 from flashgen.codegen.hopper_forward import resources
@@ -28,11 +33,24 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 FEW_WAVES, ONE_GROUP_WAVES, LARGE_GROUP = 6, 3, 32
 """Tiles for each place of an SM up to which the order decides, and up to which any number of heads is one group."""
 
-CACHED_GROUPS, CACHED_SHARE = (16, 8, 4), 0.6
-"""Heads of a group, and how much of the L2 cache their keys and values may take."""
 
-CACHED_TILE = 3, 64
-"""Warpgroups and keys of a step of the tiles whose groups were timed so."""
+class Cached(NamedTuple):
+    """Groups of heads of which the largest serves that the L2 cache holds, and else the last.
+
+    Attributes:
+        groups: heads of a group, the most first.
+        share: how much of the cache their keys and values may take.
+    """
+
+    groups: tuple[int, ...]
+    share: float
+
+
+CACHED: Mapping[tuple[int, int, int], Cached] = {
+    (64, 4, 64): Cached(groups=(32, 8), share=0.45),
+    (128, 3, 64): Cached(groups=(16, 8, 4), share=0.6),
+}
+"""By columns of the larger tile of a head, warpgroups and keys of a step: tiles whose groups were timed."""
 
 STEEP = 2
 """Keys for each query up to which the first tiles have much fewer keys than the last ones."""
@@ -41,8 +59,8 @@ STEEP = 2
 def orders(spec: Specialization, config: Config) -> tuple[Config, ...]:
     """What `ordered` may serve in the place of a config at one size or another."""
     found = in_groups_of(spec, config, LARGE_GROUP), in_groups(spec, config, ALL_HEADS)
-    cached = CACHED_GROUPS if _follows_cache(spec, config) else ()
-    return (*found, *(in_groups_of(spec, config, heads) for heads in cached))
+    cached = _cached(spec, config)
+    return (*found, *(in_groups_of(spec, config, heads) for heads in (cached.groups if cached else ())))
 
 
 def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -59,8 +77,8 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
         return in_groups(spec, config, ALL_HEADS)
     own = config.integer("heads_per_group")
     if tiles > FEW_WAVES * slots:
-        if device.l2_bytes and _follows_cache(spec, config):
-            return in_groups_of(spec, config, _cached(spec, sizes, device))
+        if device.l2_bytes and (cached := _cached(spec, config)):
+            return in_groups_of(spec, config, _held(cached, spec, sizes, device))
         return in_groups_of(spec, config, LARGE_GROUP) if own > LARGE_GROUP else config
     if tiles <= slots:
         return config
@@ -68,13 +86,15 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
     return in_groups(spec, config, wanted) if own < heads else config
 
 
-def _follows_cache(spec: Specialization, config: Config) -> bool:
-    tile, is_wide = (config["warpgroups"], config["block_n"]), LEAST_COLUMNS < widest_block(spec) <= 2 * LEAST_COLUMNS
-    return tile == CACHED_TILE and is_wide and not is_split(config) and resources.packed_heads(config) == 1
+def _cached(spec: Specialization, config: Config) -> Cached | None:
+    """The groups that a config's tiles were timed in, where these follow the cache."""
+    if is_split(config) or resources.packed_heads(config) > 1:
+        return None
+    return CACHED.get((widest_block(spec), config.integer("warpgroups"), config.integer("block_n")))
 
 
-def _cached(spec: Specialization, sizes: Sizes, device: Device) -> int:
+def _held(cached: Cached, spec: Specialization, sizes: Sizes, device: Device) -> int:
     """The heads of the largest group whose keys and values the L2 cache holds."""
     head_bytes = sizes.seqlen_k * (spec.head_dim + spec.head_dim_v) * DTYPE_BYTES[spec.dtype]
-    room, shared = CACHED_SHARE * device.l2_bytes, sizes.nheads // sizes.nheads_k
-    return next((heads for heads in CACHED_GROUPS if -(-heads // shared) * head_bytes <= room), CACHED_GROUPS[-1])
+    room, shared = cached.share * device.l2_bytes, sizes.nheads // sizes.nheads_k
+    return next((heads for heads in cached.groups if -(-heads // shared) * head_bytes <= room), cached.groups[-1])
