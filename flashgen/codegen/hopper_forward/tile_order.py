@@ -6,10 +6,11 @@ group begin when the others are nearly done, and all wait for them: then all hea
 with one to six waves of tiles take 1.19 times as long in groups of four heads, at most 1.44 times; two with seven waves
 take 1.04 times as long in one group. With more than 32 heads that is so up to three waves; then 32 are enough.
 
-Where there are many tiles, two kinds of them have the largest groups whose keys and values the L2 cache holds. With
+Where there are many tiles, three kinds of them have the largest groups whose keys and values the L2 cache holds. With
 192 rows and 64 keys groups of 8 took 1.036 times as long as these in the mean of 26 shapes on an H200
-(docs/experiments/waves.md). With 256 rows and 64 keys, heads of 64, these took 0.95 of the time of the other groups in
-the mean of 15 pairs of trials of searches that differ in nothing else.
+(docs/experiments/waves.md). Of the other two pairs of trials of searches that differ in nothing else say so: with
+256 rows and 64 keys, heads of 64, these took 0.96 of the time of other groups in the mean of 23 pairs, and with 128
+rows and keys, up to twenty waves of tiles, 0.97 of 34 pairs (`tests/codegen/test_cached_groups.py`).
 
 Where all CTAs run at once, several on an SM, these get long and short tiles together in one group of all heads
 (`_turned` of the template): on an H200 45 tiles of 30 shapes took 0.98 of the time in the mean, 0.86 to 1.02.
@@ -17,6 +18,7 @@ Where all CTAs run at once, several on an SM, these get long and short tiles tog
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -35,20 +37,25 @@ FEW_WAVES, ONE_GROUP_WAVES, LARGE_GROUP = 6, 3, 32
 
 
 class Cached(NamedTuple):
-    """Groups of heads of which the largest serves that the L2 cache holds, and else the last.
+    """Groups of heads of which the largest serves that the L2 cache holds.
 
     Attributes:
         groups: heads of a group, the most first.
         share: how much of the cache their keys and values may take.
+        least: heads of a group where none of these fits; None leaves a config as it was measured.
+        waves: up to so many tiles for each place of an SM.
     """
 
     groups: tuple[int, ...]
     share: float
+    least: int | None
+    waves: float = math.inf
 
 
 CACHED: Mapping[tuple[int, int, int], Cached] = {
-    (64, 4, 64): Cached(groups=(32, 8), share=0.45),
-    (128, 3, 64): Cached(groups=(16, 8, 4), share=0.6),
+    (64, 4, 64): Cached(groups=(32,), share=0.45, least=8),
+    (128, 2, 128): Cached(groups=(32,), share=0.15, least=None, waves=20),
+    (128, 3, 64): Cached(groups=(16, 8), share=0.6, least=4),
 }
 """By columns of the larger tile of a head, warpgroups and keys of a step: tiles whose groups were timed."""
 
@@ -60,7 +67,8 @@ def orders(spec: Specialization, config: Config) -> tuple[Config, ...]:
     """What `ordered` may serve in the place of a config at one size or another."""
     found = in_groups_of(spec, config, LARGE_GROUP), in_groups(spec, config, ALL_HEADS)
     cached = _cached(spec, config)
-    return (*found, *(in_groups_of(spec, config, heads) for heads in (cached.groups if cached else ())))
+    groups = () if cached is None else cached.groups if cached.least is None else (*cached.groups, cached.least)
+    return (*found, *(in_groups_of(spec, config, heads) for heads in groups))
 
 
 def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -77,8 +85,9 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
         return in_groups(spec, config, ALL_HEADS)
     own = config.integer("heads_per_group")
     if tiles > FEW_WAVES * slots:
-        if device.l2_bytes and (cached := _cached(spec, config)):
-            return in_groups_of(spec, config, _held(cached, spec, sizes, device))
+        cached = _cached(spec, config) if device.l2_bytes else None
+        if cached and tiles <= cached.waves * slots and (held := _held(cached, spec, sizes, device)):
+            return in_groups_of(spec, config, held)
         return in_groups_of(spec, config, LARGE_GROUP) if own > LARGE_GROUP else config
     if tiles <= slots:
         return config
@@ -93,8 +102,8 @@ def _cached(spec: Specialization, config: Config) -> Cached | None:
     return CACHED.get((widest_block(spec), config.integer("warpgroups"), config.integer("block_n")))
 
 
-def _held(cached: Cached, spec: Specialization, sizes: Sizes, device: Device) -> int:
+def _held(cached: Cached, spec: Specialization, sizes: Sizes, device: Device) -> int | None:
     """The heads of the largest group whose keys and values the L2 cache holds."""
     head_bytes = sizes.seqlen_k * (spec.head_dim + spec.head_dim_v) * DTYPE_BYTES[spec.dtype]
     room, shared = cached.share * device.l2_bytes, sizes.nheads // sizes.nheads_k
-    return next((heads for heads in cached.groups if -(-heads // shared) * head_bytes <= room), cached.groups[-1])
+    return next((heads for heads in cached.groups if -(-heads // shared) * head_bytes <= room), cached.least)
