@@ -44,6 +44,12 @@ T = TypeVar("T")
 
 Units = tuple[Unit, ...]
 
+MOST_PROBES, HOST_GAP_MS = 3, 20.0
+"""Windows of a candidate that looks slow, and by how much a host that was kept from its work may make one longer.
+
+On a busy host eight trials of kernels of 7 to 25 us were dropped for one window of 0.09 to 0.12 ms a call.
+"""
+
 SHORT_ROUNDS = 3
 """Parts of the short window, each beside a shorter window of the reference kernel."""
 
@@ -138,7 +144,7 @@ class Judge:
             return ready
         candidate, units = ready
         unit = units[0]
-        probe = measure(unit, self._stopwatch, warm_ms=0.0, window_ms=unit.ms)
+        probe = self._probe(unit, job.drop_above_ms)
         if job.drop_above_ms is not None and probe.ms > job.drop_above_ms:
             return _measurement(candidate, [[probe]])
         reference = self._bench.reference(state)
@@ -152,6 +158,16 @@ class Judge:
             for who, window_ms, windows in turns if number % 2 else reversed(turns):
                 windows.append(measure(who, self._stopwatch, warm_ms=1e3 * job.warm_s, window_ms=window_ms))
         return _measurement(candidate, mine, reference_ms=_median(theirs) if theirs else None)
+
+    def _probe(self, unit: Unit, drop_above_ms: float | None) -> Window:
+        """One short window; of a candidate that would be dropped for what a host may have lost, the fastest of some."""
+        probe = measure(unit, self._stopwatch, warm_ms=0.0, window_ms=unit.ms)
+        for _ in range(MOST_PROBES - 1):
+            if drop_above_ms is None or not 0 < probe.ms - drop_above_ms <= HOST_GAP_MS / unit.calls:
+                break
+            again = measure(unit, self._stopwatch, warm_ms=0.0, window_ms=unit.ms)
+            probe = min(probe, again, key=lambda each: each.ms)
+        return probe
 
     def _race(self, job: RaceJob) -> RaceResult | Failure:
         self._announce("launch", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from flashgen.core.errors import BuildError, UnsupportedError
 from flashgen.core.features.score_tensors import aligned_scores
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
-from flashgen.measure import directions
+from flashgen.measure import directions, timing
 from flashgen.measure.bench import Bench
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import HARD_SHAPES, ODD_SHAPES
@@ -126,6 +127,31 @@ def test_a_slow_candidate_is_dropped_after_one_probe() -> None:
     kept = table.evaluate(config(ms=3), drop_above_ms=4.0)
     assert isinstance(kept, Measurement)
     assert len(kept.times_ms) == 3
+
+
+@dataclass
+class StumblingStopwatch(CountingStopwatch):
+    """Its host is kept from its work in some of the first windows, by so many ms."""
+
+    gaps_ms: list[float] = field(default_factory=list)
+
+    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
+        is_estimate = warm is timing._nothing
+        return super().elapsed_ms(warm, measured) + (self.gaps_ms.pop(0) if self.gaps_ms and not is_estimate else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("gaps_ms", "windows"),
+    [([9.0], 3), ([9.0, 8.0], 3), ([9.0, 9.0, 9.0], 1), ([90.0], 1)],
+    ids=["one", "two", "too many", "more than a host loses"],
+)
+def test_a_host_that_stumbles_costs_no_candidate(gaps_ms: list[float], windows: int) -> None:
+    table = Table()
+    table.judge = Judge(table.bench, StumblingStopwatch(gaps_ms=[*gaps_ms]), lambda stage, subject: None)
+    found = table.evaluate(config(ms=3), drop_above_ms=3.5)
+    assert isinstance(found, Measurement)
+    assert len(found.times_ms) == windows
+    assert found.times_ms == ((3.0,) * 3 if windows == 3 else (3.0 + gaps_ms[0],))
 
 
 @pytest.mark.parametrize(
