@@ -279,6 +279,16 @@ def test_short_backward_passes_take_steps_and_a_family_of_their_own() -> None:
     assert max(fused) > 1.6
 
 
+@pytest.mark.parametrize(
+    ("keys", "on_h100", "on_h200"), [(256, "split", "split"), (512, "split", "fused"), (513, "fused", "fused")]
+)
+def test_a_kernel_of_its_own_has_dq_of_fewer_keys_where_memory_is_faster(keys: int, on_h100: str, on_h200: str) -> None:
+    workload = Workload.parse(f"bwd-b32-h16-s{keys}-d128")
+    spec = specialization(workload)
+    for device, family in ((H100, on_h100), (H200, on_h200)):
+        assert served(workload, default_config(spec, device), device).family == f"hopper_backward_{family}"
+
+
 def test_backward_passes_of_few_keys_have_tiles_that_write_dq() -> None:
     columns = "block_m", "persistent", "stagger_warpgroups", "query_shares"
     times = measured("all_keys", ("family", "dq_conversion", *columns), "h200")

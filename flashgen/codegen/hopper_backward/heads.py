@@ -65,6 +65,10 @@ FEW_BLOCKS, MANY_TILES = 4, 3
 """Blocks of keys up to which, and tiles of one query head for each SM above which, a kernel of its own computes dq of
 wider heads."""
 
+FAST_MEMORY_GBS, FEW_BLOCKS_OF_FAST = 4000, 2
+"""The same blocks where memory moves sums of dq fast enough: with 512 keys that kernel took 1.04 to 1.13 times as long
+on an H200, with 4800 GB/s, in six searches of four workloads, and 0.79 to 0.99 of the time on an H100, with 3350."""
+
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """The same without sums in memory where a tile has all heads of a group anyway, or where there are many tiles.
@@ -168,7 +172,7 @@ def _unshared(spec: Specialization, config: Config, sizes: Sizes, device: Device
     if steps <= SHORT or (steps % 2 and steps <= ODD):
         config = short_steps(spec, config)
     tiles = _tiles(spec, config, device)
-    if _reads_dq_for_little(spec, config, sizes, tiles):
+    if _reads_dq_for_little(spec, config, sizes, tiles, device):
         config = split_default(spec, device)
     return _with(config, tiles.best(sizes, heads_per_tile(config)))
 
@@ -212,8 +216,9 @@ def short_steps(spec: Specialization, config: Config) -> Config:
     return config.replace(block_m=ROWS)
 
 
-def _reads_dq_for_little(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> bool:
-    if not _may_split(spec, config) or not resources.KEYS < sizes.seqlen_k <= FEW_BLOCKS * tiles.block_n:
+def _reads_dq_for_little(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles, device: Device) -> bool:
+    blocks = FEW_BLOCKS if device.bandwidth_gbs < FAST_MEMORY_GBS else FEW_BLOCKS_OF_FAST
+    if not _may_split(spec, config) or not resources.KEYS < sizes.seqlen_k <= blocks * tiles.block_n:
         return False
     return tiles.count(sizes, 1) > MANY_TILES * tiles.slots
 
