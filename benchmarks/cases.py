@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.provenance import add_arguments, add_shard_argument
-from benchmarks.results import ResultsFile, subject_of
+from benchmarks.results import ResultsFile, Subject, left_of, subject_of
 from benchmarks.time_limit import TimeLimit
 from flashgen.core.workload import Workload
 from flashgen.tuning.shards import Shard
@@ -49,13 +49,12 @@ class Ahead:
 
     def left(self, cases: Sequence[C], suite_of: Callable[[C], str]) -> list[C]:
         """The cases of this process that have no row."""
-        done = self.file.done(self.commit)
 
-        def is_done(case: C) -> bool:
+        def subjects_of(case: C) -> list[Subject]:
             key, profile = case.workload.key, case.workload.lengths
-            return any(subject_of(suite_of(case), key, impl, profile) in done for impl in self.impls)
+            return [subject_of(suite_of(case), key, impl, profile) for impl in self.impls]
 
-        return [case for case in cases[self.shard.index :: self.shard.count] if not is_done(case)]
+        return left_of(cases[self.shard.index :: self.shard.count], subjects_of, self.file.done(self.commit))
 
     def race(self, cases: Sequence[C], suite_of: Callable[[C], str], one: Callable[[C], bool]) -> int:
         """Race each case with `one`, which says whether flashgen has its row; returns the exit code."""

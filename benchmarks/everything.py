@@ -205,15 +205,12 @@ def run(
     return wrong
 
 
-def runner_of(out: Path, gpus: Sequence[str], commit: str | None) -> Runner:
-    """Each job as a process that sees its GPU alone, and with its own session, so that its children end with it.
-
-    A GPU has the lists that `divided` gives it.
-    """
+def runner_of(out: Path, gpu: str, commit: str | None) -> Runner:
+    """Each job as a process that sees one GPU alone, and with its own session, so that its children end with it."""
 
     def runner(job: Job, limit_s: float) -> int:
         command = job.command(out / f"shard{job.shard}", commit, limit_s)
-        seen = {"CUDA_VISIBLE_DEVICES": gpus[job.shard % len(gpus)]}
+        seen = {"CUDA_VISIBLE_DEVICES": gpu}
         log = out / "logs" / f"{job.name}.txt"
         with log.open("a") as file:
             process = subprocess.Popen(
@@ -244,12 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = Done(options.out / "done.json", commit=options.commit, shards=shards)
     except ValueError as error:
         parser.error(str(error))
-    runner, wrong = runner_of(options.out, gpus, options.commit), list[str]()
+    wrong = list[str]()
 
-    def work(jobs: Sequence[Job]) -> None:
-        wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds))
+    def work(jobs: Sequence[Job], gpu: str) -> None:
+        wrong.extend(run(jobs, done, runner_of(options.out, gpu, options.commit), limit_s=options.limit_seconds))
 
-    threads = [threading.Thread(target=work, args=(jobs,)) for jobs in lists]
+    threads = [threading.Thread(target=work, args=each) for each in zip(lists, gpus, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -24,7 +24,7 @@ from benchmarks.prepared import Say, add_prepare_arguments, prepared
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
-from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, subject_of
+from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
 from benchmarks.suites import FP16_SUITE, SUITES, select, work_of
 from benchmarks.time_limit import TimeLimit
 from flashgen.core.errors import FlashgenError
@@ -159,8 +159,7 @@ def run_jobs(
     an implementation that has no time has a row as well.
     """
     limit, missing, stopped = TimeLimit(limit_s, clock), 0, False
-    done = file.done(provenance.commit)
-    jobs = [job for job in jobs if not any(job.subject(impl.name) in done for impl in impls)]
+    jobs = left_of(jobs, lambda job: [job.subject(impl.name) for impl in impls], file.done(provenance.commit))
     for number, job in enumerate(jobs):
         if not limit.has_room():
             say(f"stopped at the time limit, {len(jobs) - number} workloads left: run again with --append")

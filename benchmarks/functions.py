@@ -28,7 +28,7 @@ from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, attempt, race_on
-from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, Subject, subject_of
+from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
 from benchmarks.time_limit import TimeLimit
 from flashgen.core.errors import FlashgenError
 from flashgen.launch.gpu import current_device
@@ -83,7 +83,7 @@ def chosen(suites: Sequence[str], patterns: Sequence[str]) -> tuple[Case, ...]:
 
 def undone(wanted: Sequence[Case], impls: Impls, done: Collection[Subject]) -> list[Case]:
     """The cases of which no implementation has a row."""
-    return [case for case in wanted if not any(_subject(case, impl.name) in done for impl in impls(case))]
+    return left_of(wanted, lambda case: [_subject(case, impl.name) for impl in impls(case)], done)
 
 
 def run(

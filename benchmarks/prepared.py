@@ -23,7 +23,7 @@ from benchmarks.impls import Call, Impl
 from benchmarks.problems import training_inputs
 from benchmarks.provenance import ROOT
 from benchmarks.race import attempt
-from benchmarks.results import Subject, subject_of
+from benchmarks.results import Subject, left_of, subject_of
 from benchmarks.variants import Contestant, fastest
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
@@ -127,11 +127,12 @@ def prepared(
 def undone(suites: Suites, impls: Sequence[Impl], shard: Shard, done: Collection[Subject]) -> list[Workload]:
     """The workloads of a shard of suites of which no implementation has a row."""
     jobs = [(suite, workload) for suite, workloads in suites for workload in workloads]
-    return [
-        workload
-        for suite, workload in jobs[shard.index :: shard.count]
-        if not any(subject_of(suite, workload.key, impl.name) in done for impl in impls)
-    ]
+
+    def subjects_of(job: tuple[str, Workload]) -> list[Subject]:
+        suite, workload = job
+        return [subject_of(suite, workload.key, impl.name) for impl in impls]
+
+    return [workload for _, workload in left_of(jobs[shard.index :: shard.count], subjects_of, done)]
 
 
 def compile_part(

@@ -6,9 +6,10 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 COLUMNS = (
     "suite",
@@ -93,6 +94,8 @@ FORMATS = {
 """How numbers are written; the other columns are text."""
 
 
+J = TypeVar("J")
+
 Subject = tuple[str, ...]
 """Suite, workload and implementation, and behind them the kind of data where a file has several."""
 
@@ -100,6 +103,11 @@ Subject = tuple[str, ...]
 def subject_of(suite: str, workload: str, impl: str, data: str = "") -> Subject:
     """What a row of these measures; `data` is the kind of data, or the function of the caller."""
     return (suite, workload, impl, data) if data else (suite, workload, impl)
+
+
+def left_of(jobs: Iterable[J], subjects_of: Callable[[J], Iterable[Subject]], done: Collection[Subject]) -> list[J]:
+    """The jobs of which no row is there: rows that are compared come from one race, so one is enough to skip it."""
+    return [job for job in jobs if not any(subject in done for subject in subjects_of(job))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

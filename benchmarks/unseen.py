@@ -129,16 +129,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codes = set()
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
-        done = file.done(provenance.commit)
-        if options.compile_part is None:
-            prepare("unseen", sys.argv[1:] if arguments is None else arguments, options.prepare, say)
-            racer = racer_of(options, provenance)
+        done, races = file.done(provenance.commit), []
         for name in options.suite or SUITES:
-            direction, shapes = SUITES[name].direction, workloads(name, seed=options.seed, count=options.count)
-            impls = [impl for impl in raced(direction) if impl.name in names]
-            with torch.no_grad() if direction == "forward" else nullcontext():
+            shapes = workloads(name, seed=options.seed, count=options.count)
+            impls = [impl for impl in raced(SUITES[name].direction) if impl.name in names]
+            races.append((name, shapes, impls, undone([(name, shapes)], impls, shard, done)))
+        if options.compile_part is None:
+            if any(left for *_, left in races):
+                prepare("unseen", sys.argv[1:] if arguments is None else arguments, options.prepare, say)
+            racer = racer_of(options, provenance)
+        for name, shapes, impls, left in races:
+            with torch.no_grad() if SUITES[name].direction == "forward" else nullcontext():
                 if options.compile_part is not None:
-                    left = undone([(name, shapes)], impls, shard, done)
                     compile_part(options.compile_part, left, impls, torch.device("cuda", 0), say)
                     continue
                 limit_s = options.limit_seconds - (time.monotonic() - began)

@@ -34,10 +34,10 @@ def test_each_gpu_has_a_shard_of_every_race_and_some_of_the_rest() -> None:
 def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str]] = []
 
-    def runner_of(out: Path, gpus: list[str], commit: str | None) -> everything.Runner:
+    def runner_of(out: Path, gpu: str, commit: str | None) -> everything.Runner:
         def runner(job: Job, limit_s: float) -> int:
-            ran.append((job.name, gpus[job.shard % len(gpus)]))
-            return STOPPED if job.name == "backward.1" and len(gpus) == 2 else 0
+            ran.append((job.name, gpu))
+            return STOPPED if job.name == "backward.1" and gpu == "7" else 0
 
         return runner
 
@@ -127,7 +127,7 @@ def test_a_process_sees_its_gpu_and_is_killed_with_its_children(
     hangs = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     monkeypatch.setattr(Job, "command", lambda *_: [everything.sys.executable, "-c", seen + hangs])
     job = planned(2, ["forward"])[1][0]
-    assert runner_of(tmp_path, ["4", "7"], None)(job, 1.0) == STOPPED
+    assert runner_of(tmp_path, "7", None)(job, 1.0) == STOPPED
     assert (tmp_path / "logs" / "forward.1.txt").read_text() == "7\n"
 
 

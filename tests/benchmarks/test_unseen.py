@@ -132,3 +132,5 @@ def test_what_is_raced_is_compiled_in_processes_of_the_same_shard(
     assert unseen.main([*given, "--prepare", "3"]) == 0
     assert started == [("unseen", [*given, "--prepare", "3"], 3)]
     assert sorted(map(str, races.seen)) == sorted(str(shape) for shapes in called for shape in shapes)
+    assert unseen.main([*given, "--prepare", "3", "--append"]) == 0
+    assert len(started) == 1, "nothing is left to compile"

@@ -21,12 +21,8 @@ from flashgen.core.workload import Workload
 from flashgen.db.log_files import SUFFIX, read_log
 
 H200 = find_device("h200")
-SEARCHES = Path(__file__).parents[2] / "benchmarks/searches/nvidia_h200"
+SEARCHES = Path(__file__).parents[2] / "benchmarks/searches" / H200.folder
 LARGE_TILE = {"warpgroups": 4, "block_n": 64, "blocks_per_sm": 1}
-
-
-def workload_of(path: Path) -> Workload:
-    return Workload.parse(path.name.removesuffix(SUFFIX).rpartition("-")[0])
 
 
 def log_ratios(head_dim: int, warpgroups: int, block_n: int) -> Iterator[float]:
@@ -34,7 +30,9 @@ def log_ratios(head_dim: int, warpgroups: int, block_n: int) -> Iterator[float]:
     most_waves = tile_order.CACHED[head_dim, warpgroups, block_n].waves
     tile = {"warpgroups": warpgroups, "block_n": block_n, "split_d": False, "packed_heads": 1}
     for path in SEARCHES.glob(f"fwd-*-d{head_dim}-causal-*{SUFFIX}"):
-        workload, log = workload_of(path), read_log(path)
+        log = read_log(path)
+        assert log.search is not None
+        workload = log.search.workload
         spec, sizes = workload.specialization, Sizes.of(workload)
         waves = sizes.batch * sizes.nheads * -(-sizes.seqlen_q // (64 * warpgroups)) / H200.num_sms
         if not is_plain_forward(spec) or not tile_order.FEW_WAVES < waves <= most_waves:

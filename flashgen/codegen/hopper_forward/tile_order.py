@@ -51,6 +51,11 @@ class Cached(NamedTuple):
     least: int | None
     waves: float = math.inf
 
+    @property
+    def served(self) -> tuple[int, ...]:
+        """What serves at one size or another."""
+        return self.groups if self.least is None else (*self.groups, self.least)
+
 
 CACHED: Mapping[tuple[int, int, int], Cached] = {
     (64, 4, 64): Cached(groups=(32,), share=0.45, least=8),
@@ -67,8 +72,7 @@ def orders(spec: Specialization, config: Config) -> tuple[Config, ...]:
     """What `ordered` may serve in the place of a config at one size or another."""
     found = in_groups_of(spec, config, LARGE_GROUP), in_groups(spec, config, ALL_HEADS)
     cached = _cached(spec, config)
-    groups = () if cached is None else cached.groups if cached.least is None else (*cached.groups, cached.least)
-    return (*found, *(in_groups_of(spec, config, heads) for heads in groups))
+    return (*found, *(in_groups_of(spec, config, heads) for heads in (cached.served if cached else ())))
 
 
 def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -85,8 +89,7 @@ def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
         return in_groups(spec, config, ALL_HEADS)
     own = config.integer("heads_per_group")
     if tiles > FEW_WAVES * slots:
-        cached = _cached(spec, config) if device.l2_bytes else None
-        if cached and tiles <= cached.waves * slots and (held := _held(cached, spec, sizes, device)):
+        if held := _held(spec, config, sizes, device, waves=tiles / slots):
             return in_groups_of(spec, config, held)
         return in_groups_of(spec, config, LARGE_GROUP) if own > LARGE_GROUP else config
     if tiles <= slots:
@@ -102,8 +105,11 @@ def _cached(spec: Specialization, config: Config) -> Cached | None:
     return CACHED.get((widest_block(spec), config.integer("warpgroups"), config.integer("block_n")))
 
 
-def _held(cached: Cached, spec: Specialization, sizes: Sizes, device: Device) -> int | None:
-    """The heads of the largest group whose keys and values the L2 cache holds."""
+def _held(spec: Specialization, config: Config, sizes: Sizes, device: Device, *, waves: float) -> int | None:
+    """The heads of the largest group whose keys and values the L2 cache holds, or None where nobody timed that."""
+    cached = _cached(spec, config)
+    if cached is None or not device.l2_bytes or waves > cached.waves:
+        return None
     head_bytes = sizes.seqlen_k * (spec.head_dim + spec.head_dim_v) * DTYPE_BYTES[spec.dtype]
     room, shared = cached.share * device.l2_bytes, sizes.nheads // sizes.nheads_k
     return next((heads for heads in cached.groups if -(-heads // shared) * head_bytes <= room), cached.least)
