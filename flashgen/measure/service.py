@@ -21,7 +21,7 @@ from flashgen.core.record import SPLIT, Baseline, Failure, Measurement
 from flashgen.launch.gpu import current_device
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
-from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State, Toolchain
+from flashgen.measure.bench import Bench, Candidate, State
 from flashgen.measure.directions import VerificationCase
 from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
@@ -38,6 +38,7 @@ from flashgen.measure.timing import (
     measure,
     median_clock,
 )
+from flashgen.measure.toolchain import GpuToolchain, Toolchain
 from flashgen.measure.worker import Announce, WorkerLostError
 
 T = TypeVar("T")

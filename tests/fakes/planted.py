@@ -13,8 +13,8 @@ from flashgen.core.config import Config
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch.gpu import current_device
-from flashgen.measure.bench import GpuToolchain
 from flashgen.measure.service import GpuService
+from flashgen.measure.toolchain import GpuToolchain
 from flashgen.measure.verify import KernelFactory
 from flashgen.measure.worker import Announce
 

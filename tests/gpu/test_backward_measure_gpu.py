@@ -23,11 +23,12 @@ from flashgen.measure.backward_baselines import prepared
 from flashgen.measure.backward_inputs import make_backward_inputs, written
 from flashgen.measure.backward_reference import exact_gradients, rounded_gradients
 from flashgen.measure.backward_verification_case import BackwardVerificationCase, backward_problem
-from flashgen.measure.bench import Bench, Candidate, GpuToolchain
+from flashgen.measure.bench import Bench, Candidate
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
 from flashgen.measure.score_rule import ScoreRule
 from flashgen.measure.timing import CudaStopwatch, make_unit, measure
+from flashgen.measure.toolchain import GpuToolchain
 from flashgen.measure.verify import Errors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

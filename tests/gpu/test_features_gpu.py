@@ -16,11 +16,12 @@ from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.gpu import current_device
-from flashgen.measure.bench import Bench, Candidate, GpuToolchain
+from flashgen.measure.bench import Bench, Candidate
 from flashgen.measure.feature_inputs import alibi_slopes
 from flashgen.measure.odd_shapes import check_odd, odd_problem, odd_problems
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import CudaStopwatch
+from flashgen.measure.toolchain import GpuToolchain
 from flashgen.measure.verify import check, oracle_of
 from tests.covering import ForwardCase, forward_cases
 from tests.gpu.public import PublicCall, call_arguments, compile_ahead

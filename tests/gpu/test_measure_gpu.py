@@ -15,13 +15,14 @@ from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
-from flashgen.measure.bench import Bench, Candidate, GpuToolchain
+from flashgen.measure.bench import Bench, Candidate
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
 from flashgen.measure.reference import oracle
 from flashgen.measure.source import version_of_source
 from flashgen.measure.timing import CudaStopwatch, make_unit, measure
+from flashgen.measure.toolchain import GpuToolchain
 from flashgen.measure.verify import Errors, check, oracle_of
 from tests.eager import eager
 

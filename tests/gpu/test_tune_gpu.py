@@ -15,10 +15,10 @@ from flashgen.core.record import Failure
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.launch.gpu import current_device
-from flashgen.measure.bench import GpuToolchain
 from flashgen.measure.data_kinds import HARD_KINDS
 from flashgen.measure.directions import DIRECTIONS
 from flashgen.measure.protocol import specialization
+from flashgen.measure.toolchain import GpuToolchain
 from tests.gpu.command import run
 
 pytestmark = pytest.mark.gpu

@@ -20,10 +20,11 @@ from flashgen.launch.plan import BackwardLaunch
 from flashgen.measure import odd_shapes
 from flashgen.measure.backward_inputs import make_backward_inputs
 from flashgen.measure.backward_verification_case import BackwardFactory, backward_problem
-from flashgen.measure.bench import Bench, GpuToolchain
+from flashgen.measure.bench import Bench
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
 from flashgen.measure.reference import oracle
 from flashgen.measure.service import Judge
+from flashgen.measure.toolchain import GpuToolchain
 from tests.fakes.attention import Emulated
 from tests.fakes.attention_backward import EmulatedBackward
 from tests.measure.clocks import Clocked, CountingStopwatch
