@@ -1,0 +1,134 @@
+"""How full the tiles of packed sequences are, beside those of a dense call: what their rate can be at most; no GPU.
+
+python -m benchmarks.packed_tiles [--device h200] [--results benchmarks/results/nvidia_h200/varlen.csv]
+
+A tile computes all of its rows and whole blocks of keys, wherever a sequence ends. The visible pairs of a batch over
+all that its tiles compute say how full they are; how full they are over how full those of the dense call are (both with
+the config that serves) is the rate that two equally fast kernels have to each other. Forward passes of the Hopper
+family; `varlen.csv` has the rates that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.markdown import table_row
+from benchmarks.provenance import ROOT
+from benchmarks.results import Row, read_rows
+from benchmarks.varlen_cases import PACKS, SUITE
+from flashgen.codegen.hopper_forward.resources import ROWS, packed_heads, tile_rows
+from flashgen.core.config import Config
+from flashgen.core.device import Device, find_device
+from flashgen.core.errors import FlashgenError
+from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
+from flashgen.measure.protocol import specialization
+from flashgen.runtime.lookup.packed_ladder import served_pass
+from flashgen.runtime.lookup.records import Records
+
+GOAL = 0.97
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A batch and its dense call: their tiles, the visible share of what these compute, and the measured rate."""
+
+    workload: Workload
+    dense: Workload
+    tiles: tuple[str, str]
+    shares: tuple[float, float]
+    rate: float
+
+    @property
+    def most(self) -> float:
+        """The rate to the dense call that its tiles leave."""
+        return self.shares[0] / self.shares[1]
+
+    @property
+    def reached(self) -> float:
+        """The share of it that was measured; above 1 where the packed kernel is the faster one."""
+        return self.rate / self.most
+
+
+def visible_share(config: Config, workload: Workload) -> float:
+    """The visible pairs of a workload without a window over all that its tiles of `hopper_forward` compute."""
+    shared = packed_heads(config)
+    rows, own, block = tile_rows(config) // shared, ROWS // shared, config.integer("block_n")
+    # a warpgroup that skips blocks ends with its own last row, else all end with the tile's
+    together = own if config["hidden_blocks"] == "skipped" else rows
+    computed = 0
+    for seqlen_q, seqlen_k in zip(workload.each_seqlen_q, workload.each_length, strict=True):
+        for first in range(0, -(-seqlen_q // rows) * rows, together):
+            seen = seqlen_k
+            if workload.causal:
+                seen = min(max(first + together + seqlen_k - seqlen_q, 0), seqlen_k)
+            computed += together * -(-seen // block) * block
+    return workload.all_pairs / computed
+
+
+def rates_beside_dense(rows: Iterable[Row]) -> dict[str, float]:
+    """By the key of each forward batch: its TFLOP/s over those of its dense call."""
+    speeds = {(row.workload, row.impl): row.tflops for row in rows if row.suite == SUITE and row.tflops}
+    return {
+        key: speed / speeds[key, "flashgen-dense"]
+        for (key, impl), speed in speeds.items()
+        if impl == "flashgen" and (key, "flashgen-dense") in speeds
+    }
+
+
+def filled(device: Device, records: Records, rates: dict[str, float]) -> Iterator[Filled]:
+    """Each forward batch of the benchmark whose rate beside a dense call is known."""
+    for pack in PACKS:
+        if pack.trains or pack.workload.key not in rates:
+            continue
+        tiles, shares = [], []
+        for workload in (pack.workload, pack.dense):
+            config = served_pass(workload, specialization(workload), device, records).config
+            tiles.append(f"{config['warpgroups']} x 64 x {config['block_n']}")
+            shares.append(visible_share(config, workload))
+        yield Filled(
+            workload=pack.workload,
+            dense=pack.dense,
+            tiles=(tiles[0], tiles[1]),
+            shares=(shares[0], shares[1]),
+            rate=rates[pack.workload.key],
+        )
+
+
+def page(found: Sequence[Filled]) -> str:
+    """A table in Markdown, and how many batches reach the goal of what their tiles leave."""
+    head = ["batch", "tile", "full", "dense call", "tile", "full", "at most", "measured", "of it"]
+    lines = [table_row(head), table_row(["---"] * 5 + ["---:"] * 4)]
+    for each in found:
+        dense = f"{each.dense.batch} x {each.dense.seqlen_q}"
+        figures = [f"{value:.2f}" for value in (each.shares[1], each.most, each.rate, each.reached)]
+        cells = [each.workload.key, each.tiles[0], f"{each.shares[0]:.2f}", dense, each.tiles[1], *figures]
+        lines.append(table_row(cells))
+    near = sum(each.reached >= GOAL for each in found)
+    return "\n".join([*lines, "", f"{near} of {len(found)} batches reach {GOAL} of what their tiles leave."]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.packed_tiles", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--device", default="h200", help="whose records serve (%(default)s)")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/nvidia_h200/varlen.csv")
+    options = parser.parse_args(arguments)
+    try:
+        device = find_device(options.device)
+        rates = rates_beside_dense(read_rows(options.results))
+        with Layers.open() as layers:
+            print(page(list(filled(device, Records(layers), rates))), end="")
+    except (FlashgenError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
