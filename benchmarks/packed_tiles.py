@@ -2,7 +2,7 @@
 
 python -m benchmarks.packed_tiles [--device h200] [--results benchmarks/results/nvidia_h200/varlen.csv]
 
-A tile computes all of its rows and whole blocks of keys, wherever a sequence ends. The visible pairs of a batch over
+A warpgroup computes 64 rows and whole blocks of keys, wherever a sequence ends. The visible pairs of a batch over
 all that its tiles compute say how full they are; how full they are over how full those of the dense call are (both with
 the config that serves) is the rate that two equally fast kernels have to each other. Forward passes of the Hopper
 family; `varlen.csv` has the rates that were measured.
@@ -56,17 +56,17 @@ class Filled:
 
 def visible_share(config: Config, workload: Workload) -> float:
     """The visible pairs of a workload without a window over all that its tiles of `hopper_forward` compute."""
-    shared = packed_heads(config)
-    rows, own, block = tile_rows(config) // shared, ROWS // shared, config.integer("block_n")
-    # a warpgroup that skips blocks ends with its own last row, else all end with the tile's
-    together = own if config["hidden_blocks"] == "skipped" else rows
+    shared, block = packed_heads(config), config.integer("block_n")
+    rows, own = tile_rows(config) // shared, ROWS // shared
     computed = 0
     for seqlen_q, seqlen_k in zip(workload.each_seqlen_q, workload.each_length, strict=True):
-        for first in range(0, -(-seqlen_q // rows) * rows, together):
-            seen = seqlen_k
-            if workload.causal:
-                seen = min(max(first + together + seqlen_k - seqlen_q, 0), seqlen_k)
-            computed += together * -(-seen // block) * block
+        # warpgroups of packed sequences pass over tiles in which they have no row
+        end = seqlen_q if workload.varlen else -(-seqlen_q // rows) * rows
+        for first in range(0, end, own):
+            # one that skips blocks ends with its own last row, else with the tile's
+            last = first + own if config["hidden_blocks"] == "skipped" else (first // rows + 1) * rows
+            seen = min(max(last + seqlen_k - seqlen_q, 0), seqlen_k) if workload.causal else seqlen_k
+            computed += own * -(-seen // block) * block
     return workload.all_pairs / computed
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-SAME, RAMP, TAIL, MIXED = "same", "ramp", "tail", "mixed"
+SAME, CLOSE, RAMP, TAIL, MIXED = "same", "close", "ramp", "tail", "mixed"
 
 ANY = ""
 """Of a workload for batches whose lengths may be anything: what is tuned for it is good on every profile."""
 
 TAIL_SHARE = 64
+
+CLOSE_SHARE = 4
+"""Lengths of `CLOSE` are within this part of their mean."""
 
 
 def _same(batch: int, longest: int) -> tuple[int, ...]:
@@ -65,6 +68,13 @@ def _packed_ramp(batch: int, longest: int, total: int) -> tuple[int, ...]:
     return tuple(least + min(after - before, longest) for before, after in itertools.pairwise(ends))
 
 
+def _packed_close(batch: int, longest: int, total: int) -> tuple[int, ...]:
+    mean = total / batch
+    spread = min(mean / CLOSE_SHARE, longest - mean)
+    ends = [int(n * (mean - spread) + spread * n * n / batch + 1e-6) for n in range(batch + 1)]
+    return tuple(min(after - before, longest) for before, after in itertools.pairwise(ends))
+
+
 def _packed_tail(batch: int, longest: int, total: int) -> tuple[int, ...]:
     return (longest, *_shares(batch - 1, total - longest))
 
@@ -80,13 +90,14 @@ CHUNK_SHARE = 4
 
 PACKED_PROFILES: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
     SAME: _packed_same,
+    CLOSE: _packed_close,
     RAMP: _packed_ramp,
     TAIL: _packed_tail,
     MIXED: _packed_mixed,
 }
-"""The same of packed sequences, from their number, the longest and the rows: all alike; quantiles of a power of a
-uniform number, uniform themselves where the mean is half of the longest; one of the longest, and all others share what
-is left; a quarter that are chunks of a prefill behind others of one row."""
+"""The same of packed sequences, from their number, the longest and the rows: all alike; in equal steps within a quarter
+of the mean; quantiles of a power of a uniform number, uniform themselves where the mean is half of the longest; one of
+the longest, and all others share what is left; a quarter that are chunks of a prefill behind others of one row."""
 
 ALL_PROFILES = tuple(PACKED_PROFILES)
 
@@ -106,6 +117,9 @@ def packed_lengths(profile: str, batch: int, longest: int, total: int) -> tuple[
 def packed_profiles(profile: str, batch: int, lengths: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
     """`profiles_of` of packed sequences: of `ANY`, those that differ; chunks where there are other keys than queries.
 
+    Where there are not, lengths that are close to each other are among them: whether all of `SAME`, or most of `TAIL`,
+    fit a tile is chance.
+
     Args:
         profile: the one of the workload, or `ANY`.
         batch: sequences.
@@ -114,7 +128,7 @@ def packed_profiles(profile: str, batch: int, lengths: tuple[tuple[int, int], ..
     if profile:
         return (profile,)
     found: dict[object, str] = {}
-    for name in ALL_PROFILES if len(lengths) > 1 else (SAME, RAMP, TAIL):
+    for name in (SAME, RAMP, TAIL, MIXED) if len(lengths) > 1 else (SAME, RAMP, TAIL, CLOSE):
         found.setdefault(tuple(packed_lengths(name, batch, *side) for side in lengths), name)
     return tuple(found.values())
 

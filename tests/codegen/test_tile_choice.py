@@ -6,11 +6,14 @@ and what searches of 60 shapes had of each tile at best.
 
 from __future__ import annotations
 
+import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.left_out import SEARCHES
 from benchmarks.search_files import read
 from benchmarks.tiles import losses, shape_of, times_of
 from flashgen.codegen.families import balanced, beside, default_config, family, invalid
@@ -19,7 +22,9 @@ from flashgen.codegen.hopper_forward import tile_choice
 from flashgen.codegen.hopper_forward.tiles import SUSTAINED, TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
+from flashgen.core.record import Measurement
 from flashgen.core.workload import Specialization, Workload
+from flashgen.db.log_files import SUFFIX, read_log
 from flashgen.measure.protocol import specialization
 
 A100, H200 = find_device("a100"), find_device("h200")
@@ -172,9 +177,49 @@ def test_short_packed_sequences_get_small_tiles_and_long_ones_tall_tiles_whereve
         usual = family("hopper_forward").default(spec, H200)
         for config in (usual, *beside(usual, spec, H200)):
             assert (shape_of(balanced(config, spec, packed(16384, longest), H200))[0] >= 3) is tall
-    # what is known of lengths is a bound: a tile that is little better on paper serves neither
-    assert balanced(usual, spec, packed(16384, 16384, nheads=15), H200) == usual
+    # what is known of lengths is a bound and their mean: a tile that is little better on paper serves neither
+    assert balanced(usual, spec, packed(16384, 16384, nheads=12), H200) == usual
     assert balanced(usual, spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=0, seqlen_k=0, sequences=1), H200)
+
+
+def test_ragged_sequences_get_small_tiles_though_their_mean_fits_tall_ones() -> None:
+    spec = Specialization.parse("fwd-bf16-d64-varlen")
+    ragged, full = packed(16384, 512)._replace(sequences=64), packed(32768, 2048)
+    for each in (family("hopper_forward").default(spec, H200), config_of(spec, TILES[64, False][-1])):
+        assert shape_of(balanced(each, spec, ragged, H200)) == (1, 64)
+        assert shape_of(balanced(each, spec, full, H200)) == (4, 64)
+
+
+def times_on_profiles() -> dict[Workload, dict[tuple[int, int], float]]:
+    """Of each profile of lengths that shipped searches timed packed sequences on, the least time of each tile."""
+    found: dict[Workload, dict[tuple[int, int], float]] = {}
+    for log in map(read_log, sorted((SEARCHES / "nvidia_h200").glob(f"fwd-*-varlen-*{SUFFIX}"))):
+        assert log.search is not None
+        if log.search.workload.lengths:
+            continue
+        for trial in log.trials:
+            if not isinstance(trial.outcome, Measurement) or trial.config.family != "hopper_forward":
+                continue
+            for profile, each in (("same", trial.outcome.times_ms), *trial.outcome.profile_times_ms):
+                times, shape = (
+                    found.setdefault(replace(log.search.workload, lengths=profile), {}),
+                    shape_of(trial.config),
+                )
+                times[shape] = min(*each, times.get(shape, math.inf))
+    return found
+
+
+def test_the_estimate_of_packed_sequences_finds_the_best_tile_of_searches() -> None:
+    found = times_on_profiles()
+    assert len(found) >= 9
+    for workload, times in found.items():
+        lengths = list(zip(workload.each_seqlen_q, workload.each_length, strict=True))
+        expected = {
+            (tile.warpgroups, tile.block_n): tile.packed_time(lengths, workload.nheads, 132, causal=workload.causal)
+            for tile in TILES[workload.head_dim, workload.causal]
+        }
+        best = min(expected.keys() & times.keys(), key=expected.__getitem__)
+        assert times[best] <= 1.01 * min(times.values()), workload.key
 
 
 def test_heads_of_uneven_rows_without_a_table_leave_small_tiles() -> None:

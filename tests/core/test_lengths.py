@@ -92,7 +92,7 @@ def test_rows_that_no_sequence_can_have_are_not_there() -> None:
         Workload.parse("b4-h2-tq100-s64-d64")
     with pytest.raises(WorkloadError, match="total_k must be at least 0, got -1"):
         Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, varlen=True, total_k=-1)
-    with pytest.raises(WorkloadError, match=r"of packed sequences .* same, ramp, tail, mixed or empty"):
+    with pytest.raises(WorkloadError, match=r"of packed sequences .* same, close, ramp, tail, mixed or empty"):
         Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, varlen=True, lengths="short")
 
 
@@ -110,10 +110,12 @@ def test_lengths_of_packed_sequences_fill_the_rows(profile: str, batch: int, lon
 
 def test_profiles_of_packed_sequences_differ() -> None:
     assert packed_lengths("same", 4, 100, 160) == (40, 40, 40, 40)
+    assert packed_lengths("close", 4, 79, 160) == (32, 38, 42, 48), "within a quarter of 40"
+    assert packed_lengths("close", 4, 44, 160) == (37, 39, 41, 43), "and none above the bound"
     assert packed_lengths("ramp", 4, 79, 160) == (10, 31, 49, 70), "uniform, where the mean is half of the longest"
     assert packed_lengths("tail", 4, 100, 160) == (100, 20, 20, 20)
     assert packed_lengths("mixed", 8, 100, 160) == (1, 1, 1, 1, 1, 1, 77, 77)
-    assert [each.lengths for each in Workload.parse(PACKED).profiles] == ["same", "ramp", "tail"]
+    assert [each.lengths for each in Workload.parse(PACKED).profiles] == ["same", "ramp", "tail", "close"]
     assert [each.lengths for each in Workload.parse("b4-h2-s64-d64-varlen").profiles] == ["same"], "all are full"
     prefill = Workload.parse("b8-h2-tq40-tk300-sq30-sk100-d64-causal-varlen")
     assert [each.lengths for each in prefill.profiles] == ["same", "ramp", "tail", "mixed"]
@@ -123,10 +125,11 @@ def test_profiles_of_packed_sequences_differ() -> None:
 
 
 def test_what_packed_sequences_compute_follows_the_lengths() -> None:
-    same, ramp, tail = Workload.parse("b4-h2-tq160-s79-d64-causal-varlen").profiles
+    same, ramp, tail, close = Workload.parse("b4-h2-tq160-s79-d64-causal-varlen").profiles
     assert same.all_pairs == 4 * 40 * 41 // 2
     assert ramp.all_pairs == sum(n * (n + 1) // 2 for n in (10, 31, 49, 70))
-    assert {each.bytes for each in (same, ramp, tail)} == {2 * (2 * 160 + 2 * 160) * 128 + 4 * 2 * 160}
+    assert close.all_pairs == sum(n * (n + 1) // 2 for n in (32, 38, 42, 48))
+    assert {each.bytes for each in (same, ramp, tail, close)} == {2 * (2 * 160 + 2 * 160) * 128 + 4 * 2 * 160}
     assert Workload.parse("b4-h2-tq160-s79-d64-causal-varlen").as_dense == Workload.parse("b2-h2-s79-d64-causal")
 
 

@@ -194,12 +194,12 @@ def test_a_candidate_is_timed_on_every_profile_of_lengths() -> None:
     judge = Judge(bench, Stopwatch(), lambda stage, subject: None)  # type: ignore[arg-type]
     found = judge.evaluate(EvaluateJob(workload=RAGGED, config=config(ms=1), window_s=0.001))
     assert isinstance(found, Measurement), found
-    assert (found.median_ms, found.profile_ms) == (40, {"ramp": 70, "tail": 79})
+    assert (found.median_ms, found.profile_ms) == (40, {"ramp": 70, "tail": 79, "close": 48})
     raced = judge.race(
         RaceJob(workload=RAGGED, configs=(config(ms=1), config(ms=2)), rounds=2, window_s=0.001, hard=True)
     )
     assert [each.profile_ms["tail"] for each in raced.outcomes if isinstance(each, Measurement)] == [79, 158]
-    assert RaceJob(workload=RAGGED, configs=(config(ms=1),), hard=True).windows == 3
+    assert RaceJob(workload=RAGGED, configs=(config(ms=1),), hard=True).windows == 4
 
 
 MIXED = Workload.parse("fp16-b8-h4-hk2-tq46-sq30-tk300-sk79-d16-causal-varlen-page16-mixed")

@@ -122,7 +122,7 @@ def test_explain_says_what_serves_and_how_fast_it_is_on_each_profile(ladder: Lad
     ladder.user(tuned())
     near = Workload.parse("fp32-b12-h32-hk8-tq20000-s6000-d128-causal-varlen")
     found = explain(near, near.specialization, H200, ladder.records())
-    assert found.to_dict()["record_profile_ms"] == {"ramp": 955.0, "tail": 955.0}
+    assert found.to_dict()["record_profile_ms"] == {"ramp": 955.0, "tail": 955.0, "close": 955.0}
     text = str(found)
     assert "rung       3. user database, exact" in text
     assert "955.0000 ms on ramp" in text

@@ -10,13 +10,13 @@ What a step takes was fitted to races on an H200 (bf16, 4 to 128 heads, 128 to 1
 docs/experiments/waves.md has what the tiles that this chooses cost, also on shapes that nothing was fitted to. In long
 launches, which meet the power limit of a card, times count as races of such load have them (`tiles.SUSTAINED`).
 
-Packed sequences have the same tiles, and a wider margin: all that a host knows is how long each may be.
+Packed sequences have the same tiles, and a wider margin: a host knows how many there are, their rows together and how
+long each may be. The estimate is that of lengths in a ramp: that a tile fits one length says nothing of the others.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 from flashgen.codegen.common_scores import is_plain_forward
@@ -25,6 +25,7 @@ from flashgen.codegen.hopper_forward import resources, rules
 from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.lengths import RAMP, packed_lengths
 from flashgen.core.workload import Specialization
 
 MARGIN = 0.03
@@ -44,7 +45,10 @@ Their steps took 1.2 to 1.7 times as long with heads of 40, 56 and 72 as with 64
 """
 
 PACKED_MARGIN = 0.05
-"""The same of packed sequences, of whose lengths a bound is all that is known."""
+"""The same of packed sequences, of whose lengths a bound and the mean are all that is known."""
+
+QUANTILES = 8
+"""Lengths that stand for those of all packed sequences."""
 
 SUSTAINED_MARGIN = 0.01
 """By which another tile has to promise to be faster where launches are long, in which tiles were timed so."""
@@ -64,8 +68,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
         return config
     sms, causal = device.num_sms, spec.causal
     if spec.varlen:
-        shapes = _packed(sizes)
-        times = [math.prod(tile.time(each, sms, causal=causal) for each in shapes) for tile in tiles]
+        times = [_packed_time(tile, sizes, sms, causal=causal) for tile in tiles]
     else:
         times = [tile.time(sizes, sms, causal=causal) for tile in tiles]
     own_factors, factors = _factors(spec)
@@ -102,16 +105,22 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
     return tuple(other for other in found if other != config)
 
 
-def _packed(sizes: Sizes) -> tuple[Sizes, ...]:
-    """Batches like packed sequences of which a host knows bounds: all as long as they can be, and half as long."""
-    return tuple(
-        sizes._replace(
-            batch=max(1, sizes.seqlen_q // queries),
-            seqlen_q=queries,
-            seqlen_k=max(1, sizes.max_seqlen_k * queries // max(1, sizes.max_seqlen_q)),
-        )
-        for queries in (max(1, sizes.max_seqlen_q), max(1, sizes.max_seqlen_q // 2))
-    )
+def _packed_time(tile: Tile, sizes: Sizes, sms: int, *, causal: bool) -> float:
+    """The product of what two ramps of lengths take: up to the bound of their class, and up to three quarters of it.
+
+    Lengths of one ramp are of no use to a tile that happens to fit all of them.
+    """
+    sequences, longest = min(sizes.sequences, QUANTILES), max(1, sizes.max_seqlen_q)
+    ratio, found = sizes.max_seqlen_k / longest, 1.0
+    for bound in (longest, max(1, 3 * longest // 4)):
+        rows = min(sizes.seqlen_q // sizes.sequences, bound) * sequences
+        lengths = [(n, max(1, int(n * ratio))) for n in packed_lengths(RAMP, sequences, bound, rows) if n]
+        if len(set(lengths)) == 1:
+            alike = sizes._replace(batch=sizes.sequences, seqlen_q=lengths[0][0], seqlen_k=lengths[0][1])
+            found *= tile.time(alike, sms, causal=causal)
+        else:
+            found *= tile.packed_time(lengths, sizes.nheads * sizes.sequences / sequences, sms, causal=causal)
+    return found
 
 
 @functools.lru_cache(maxsize=256)

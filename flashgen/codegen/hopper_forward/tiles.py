@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,26 @@ class Tile:
             return step * max(self.lone * longest, mean * (tiles * heads / slots + self.tail))
         waves, rest = divmod(tiles * heads, slots)
         return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
+
+    def packed_time(self, lengths: Sequence[tuple[int, int]], heads: float, sm_count: int, *, causal: bool) -> float:
+        """What the CTAs of packed sequences are expected to take: an equal share of all work, or the longest CTA.
+
+        Args:
+            lengths: the rows and the keys of each of some sequences.
+            heads: how often each of these is there: its heads, times the sequences like it.
+            sm_count: SMs of the GPU.
+            causal: whether a row sees the keys up to its own alone.
+        """
+        rows, work, longest = 64 * self.warpgroups, 0.0, 0.0
+        for seqlen_q, seqlen_k in lengths:
+            tiles, last = -(-seqlen_q // rows), -(-seqlen_k // self.block_n) + self.overhead
+            mean = last
+            if causal:
+                seen = max(seqlen_k - seqlen_q, 0) + min((tiles + 1) * rows, 2 * seqlen_q) / 2
+                mean = min(seen, seqlen_k) / self.block_n + 0.5 + self.overhead
+            work += tiles * mean
+            longest = max(longest, last)
+        return self.step * max(self.lone * longest, work * heads / (sm_count * self.blocks_per_sm))
 
     def _pace(self, beside: float) -> float:
         """The share of its time that a CTA takes which has an SM for itself and so many beside it."""
