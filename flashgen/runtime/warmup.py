@@ -247,22 +247,20 @@ def _over_prefixes(workload: Workload, device: Device) -> Iterator[tuple[Special
 def _reachable_packed(workload: Workload, spec: Specialization, device: Device) -> set[Config]:
     """The configs of all classes of packed sequences that are not larger than this one; the bounds are of both sides.
 
-    What is nearest does not depend on the number of sequences, which tells records of one class from others alone; but
-    of few, CTAs may share the keys of a tile. A block table may have room for fewer keys than the queries that a
-    sequence may have.
+    A block table may have room for fewer keys than the queries that a sequence may have.
     """
     from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 
     records, most = serve.records(), PackedSizes.of(workload)
     choices = records.choices(spec, device)
     found = {choices.default, *(one.config for one in choices.here if one.reason is None)}
-    for rows in _powers_to(most.total_q):
-        for seqlen_q in _powers_to(min(most.seqlen_q, rows)):
-            for seqlen_k in _powers_to(most.seqlen_k):
-                if seqlen_k >= seqlen_q or spec.page_size:
-                    for batch in {1, most.batch}:
-                        sizes = most._replace(batch=batch, total_q=rows, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-                        found.add(served_packed(spec, sizes, device, records).config)
+    # what a tile takes is found once for as many rows of a sequence: the number of sequences changes last
+    for seqlen_q, seqlen_k in itertools.product(_powers_to(most.seqlen_q), _powers_to(most.seqlen_k)):
+        if seqlen_k >= seqlen_q or spec.page_size:
+            for rows, batch in itertools.product(_powers_to(most.total_q), _powers_to(most.batch)):
+                if seqlen_q <= rows:
+                    sizes = most._replace(batch=batch, total_q=rows, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+                    found.add(served_packed(spec, sizes, device, records).config)
     return found | _other_tiles(found, workload, spec, device)
 
 

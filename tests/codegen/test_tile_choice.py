@@ -213,7 +213,7 @@ def test_the_estimate_of_packed_sequences_finds_the_best_tile_of_searches() -> N
     found = times_on_profiles()
     assert len(found) >= 9
     for workload, times in found.items():
-        lengths = list(zip(workload.each_seqlen_q, workload.each_length, strict=True))
+        lengths = tuple(zip(workload.each_seqlen_q, workload.each_length, strict=True))
         expected = {
             (tile.warpgroups, tile.block_n): tile.packed_time(lengths, workload.nheads, 132, causal=workload.causal)
             for tile in TILES[workload.head_dim, workload.causal]

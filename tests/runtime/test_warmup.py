@@ -16,6 +16,7 @@ from flashgen.db.layers import Layers
 from flashgen.launch import decode_passes
 from flashgen.runtime import warmup
 from flashgen.runtime.lookup.ladder import resolve
+from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.ops import helpers, serve
 from tests.db.samples import H100, H200, RTX_4090
@@ -110,6 +111,29 @@ def test_a_batch_that_just_fills_a_wave_does_not_compile_after_a_warm_up(monkeyp
             found[batch] = resolve(shape, most.specialization, H200, records).config
     assert set(found.values()) <= ready
     assert len({found[batch] for batch in (21, 22, 23)}) == 3
+
+
+@pytest.mark.parametrize("key", ["b64-h16-tq16384-s512-d64-varlen", "b48-h12-tq20000-s3000-d128-causal-varlen"])
+def test_no_packed_batch_compiles_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """With the records that ship: which tile serves depends on sequences, their rows and bounds."""
+    most, draw = Workload.parse(key), random.Random(key)
+    assert most.total_q is not None
+    with Layers.open(None) as layers:
+        records = Records(layers)
+        monkeypatch.setattr(serve, "records", lambda: records)
+        ready = warmup._reachable(most, most.specialization, H200, None)
+        tiles = set()
+        for _ in range(400):
+            rows = draw.randint(1, most.total_q)
+            longest = draw.choice([rows, draw.randint(1, rows), draw.randint(1, 64)])
+            bound = min(longest, most.seqlen_q)
+            batch = draw.randint(1, most.batch)
+            batch = draw.choice([batch, min(most.batch, -(-rows // bound)), most.batch])
+            sizes = PackedSizes.of(most)._replace(batch=batch, total_q=rows, seqlen_q=bound, seqlen_k=bound)
+            found = served_packed(most.specialization, sizes, H200, records).config
+            assert found in ready, sizes
+            tiles.add((found.get("warpgroups", 0), found.get("block_n", 0)))
+    assert len(tiles) > 1
 
 
 def test_heads_that_larger_calls_pad_are_ready_in_both_forms(gpu: FakeGpu) -> None:

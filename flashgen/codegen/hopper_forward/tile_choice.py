@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from flashgen.codegen.common_scores import is_plain_forward
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
-from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Tile
+from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Lengths, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.lengths import RAMP, packed_lengths
@@ -110,17 +110,22 @@ def _packed_time(tile: Tile, sizes: Sizes, sms: int, *, causal: bool) -> float:
 
     Lengths of one ramp are of no use to a tile that happens to fit all of them.
     """
-    sequences, longest = min(sizes.sequences, QUANTILES), max(1, sizes.max_seqlen_q)
-    ratio, found = sizes.max_seqlen_k / longest, 1.0
+    some, longest, found = min(sizes.sequences, QUANTILES), max(1, sizes.max_seqlen_q), 1.0
     for bound in (longest, max(1, 3 * longest // 4)):
-        rows = min(sizes.seqlen_q // sizes.sequences, bound) * sequences
-        lengths = [(n, max(1, int(n * ratio))) for n in packed_lengths(RAMP, sequences, bound, rows) if n]
+        lengths = _ramp(some, bound, sizes.seqlen_q // sizes.sequences, sizes.max_seqlen_k / longest)
         if len(set(lengths)) == 1:
             alike = sizes._replace(batch=sizes.sequences, seqlen_q=lengths[0][0], seqlen_k=lengths[0][1])
             found *= tile.time(alike, sms, causal=causal)
         else:
-            found *= tile.packed_time(lengths, sizes.nheads * sizes.sequences / sequences, sms, causal=causal)
+            found *= tile.packed_time(lengths, sizes.nheads * sizes.sequences / some, sms, causal=causal)
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _ramp(sequences: int, longest: int, mean: int, ratio: float) -> Lengths:
+    """Rows and keys of sequences of so many rows in the mean, where they have `ratio` times as many keys."""
+    rows = packed_lengths(RAMP, sequences, longest, min(mean, longest) * sequences)
+    return tuple((n, max(1, int(n * ratio))) for n in rows if n) or ((1, 1),)
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import KnobValue
+
+Lengths = tuple[tuple[int, int], ...]
+"""The rows and the keys of some sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +58,7 @@ class Tile:
         waves, rest = divmod(tiles * heads, slots)
         return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
 
-    def packed_time(self, lengths: Sequence[tuple[int, int]], heads: float, sm_count: int, *, causal: bool) -> float:
+    def packed_time(self, lengths: Lengths, heads: float, sm_count: int, *, causal: bool) -> float:
         """What the CTAs of packed sequences are expected to take: an equal share of all work, or the longest CTA.
 
         Args:
@@ -63,20 +67,27 @@ class Tile:
             sm_count: SMs of the GPU.
             causal: whether a row sees the keys up to its own alone.
         """
-        rows, work, longest = 64 * self.warpgroups, 0.0, 0.0
-        for seqlen_q, seqlen_k in lengths:
-            tiles, last = -(-seqlen_q // rows), -(-seqlen_k // self.block_n) + self.overhead
-            mean = last
-            if causal:
-                seen = max(seqlen_k - seqlen_q, 0) + min((tiles + 1) * rows, 2 * seqlen_q) / 2
-                mean = min(seen, seqlen_k) / self.block_n + 0.5 + self.overhead
-            work += tiles * mean
-            longest = max(longest, last)
-        return self.step * max(self.lone * longest, work * heads / (sm_count * self.blocks_per_sm))
+        steps, longest = _steps(self, lengths, causal)
+        return self.step * max(self.lone * longest, steps * heads / (sm_count * self.blocks_per_sm))
 
     def _pace(self, beside: float) -> float:
         """The share of its time that a CTA takes which has an SM for itself and so many beside it."""
         return self.lone + (1 - self.lone) * max(beside - 1, 0.0) / max(self.blocks_per_sm - 1, 1)
+
+
+@functools.lru_cache(maxsize=512)
+def _steps(tile: Tile, lengths: Lengths, causal: bool) -> tuple[float, float]:
+    """The steps and overheads of all CTAs of some sequences, and of the longest CTA."""
+    rows, every, longest = 64 * tile.warpgroups, 0.0, 0.0
+    for seqlen_q, seqlen_k in lengths:
+        tiles, last = -(-seqlen_q // rows), -(-seqlen_k // tile.block_n) + tile.overhead
+        mean = last
+        if causal:
+            seen = max(seqlen_k - seqlen_q, 0) + min((tiles + 1) * rows, 2 * seqlen_q) / 2
+            mean = min(seen, seqlen_k) / tile.block_n + 0.5 + tile.overhead
+        every += tiles * mean
+        longest = max(longest, last)
+    return every, longest
 
 
 class _Shape(NamedTuple):

@@ -174,22 +174,21 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
     if sizes is None:
         skipped = tuple(f"{rung}. {RUNGS[rung]}: {INVARIANT}" for rung in range(FIRST_EXACT, PREDICTED + 1))
         return Served(config=choices.default, rung=8, skipped=skipped)
-    skipped_rungs: list[str] = []
+    skipped_rungs, dense = list[str](), sizes.sizes
     for rung, candidates in _rungs(spec, sizes, device, records):
-        why_none = "no such record"
+        candidate = reason = None
         for candidate in candidates:
-            record = candidate.record
             reason = candidate.reason
             if reason is None and rung > LAST_EXACT:
-                reason = candidate.why_poor(sizes.sizes)
+                reason = candidate.why_poor(dense)
             if reason is None:
-                skipped, config = tuple(skipped_rungs), candidate.config
+                record, skipped, config = candidate.record, tuple(skipped_rungs), candidate.config
                 if rung > LAST_EXACT:
                     config = balanced(config, spec, sizes.packed, device)
                 return Served(config=config, rung=rung, record=record, layer=candidate.layer, skipped=skipped)
-            why_none = f"{candidate.config} cannot serve: {reason}"
+        why_none = f"{candidate.config} cannot serve: {reason}" if candidate else "no such record"
         skipped_rungs.append(f"{rung}. {RUNGS[rung]}: {why_none}")
-    config = balanced(usual(choices.default, spec, sizes.sizes, device), spec, sizes.packed, device)
+    config = balanced(usual(choices.default, spec, dense, device), spec, sizes.packed, device)
     return Served(config=config, rung=8, skipped=tuple(skipped_rungs))
 
 
@@ -220,13 +219,14 @@ def _with_plainer(own: Ranked, plainer: Ranked) -> list[Candidate]:
 
 def _ranked(candidates: tuple[Candidate, ...], sizes: PackedSizes, spec: Specialization) -> Ranked:
     """The nearest first; of one place those for any lengths, and then those of an earlier layer."""
+    here = sizes.position
     ranked = [
-        (_steps(one, sizes, spec), one.record.workload.lengths != ANY, one.order, number)
+        (_steps(one, here, spec), one.record.workload.lengths != ANY, one.order, number)
         for number, one in enumerate(candidates)
     ]
     return [(steps, candidates[number]) for steps, *_, number in sorted(ranked)]
 
 
-def _steps(one: Candidate, sizes: PackedSizes, spec: Specialization) -> float:
+def _steps(one: Candidate, here: Position, spec: Specialization) -> float:
     pages = one.record.workload.page_size
-    return distance(sizes.position, one.position) + (pages_apart(spec.page_size, pages) if pages else 0.0)
+    return distance(here, one.position) + (pages_apart(spec.page_size, pages) if pages else 0.0)
