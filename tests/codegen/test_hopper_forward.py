@@ -73,20 +73,28 @@ def test_a_space_has_only_what_fits() -> None:
     space = search_space(HOPPER_FORWARD, spec, H200)
     assert len(set(space)) == len(space) > 100
     shapes = {(config["warpgroups"], config["blocks_per_sm"], config["block_n"]) for config in space}
-    assert {(4, 1, 64), (1, 3, 64), (3, 1, 128), (2, 1, 128)} <= shapes
-    assert not {(4, 1, 128), (1, 3, 128), (3, 2, 64)} & shapes
+    assert {(4, 1, 64), (1, 3, 64), (2, 2, 64), (3, 1, 128), (2, 1, 128)} <= shapes
+    assert not {(4, 1, 128), (1, 3, 128), (3, 2, 64), (2, 2, 128), (2, 3, 64)} & shapes
 
 
 def test_the_registers_of_the_roles_are_what_was_measured() -> None:
     default = HOPPER_FORWARD.default(Specialization.parse("fwd-bf16-d64"), H200)
     found = {}
-    for warpgroups, blocks in ((2, 1), (3, 1), (4, 1), (1, 3), (1, 2)):
+    for warpgroups, blocks in ((2, 1), (3, 1), (4, 1), (1, 3), (1, 2), (2, 2), (1, 4)):
         config = default.replace(warpgroups=warpgroups, blocks_per_sm=blocks)
         found[warpgroups, blocks] = (
             hopper_resources.maxnreg(config, H200),
             hopper_resources.consumer_registers(config, H200),
         )
-    assert found == {(2, 1): (168, 240), (3, 1): (128, 160), (4, 1): (96, 112), (1, 3): (80, 136), (1, 2): (128, 232)}
+    assert found == {
+        (2, 1): (168, 240),
+        (3, 1): (128, 160),
+        (4, 1): (96, 112),
+        (1, 3): (80, 136),
+        (1, 2): (128, 232),
+        (2, 2): (80, 104),
+        (1, 4): (64, 104),
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,12 +107,18 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"barriers": "mbarrier", "exp_order": "barrier", "conditional_rescale": False}, "conditional rescale"),
         ({"max_chains": 4}, "one"),
         ({"masked_blocks": "one"}, "diagonal"),
-        ({"blocks_per_sm": 2, "block_n": 64, "warpgroups": 2}, "side by side"),
+        ({"blocks_per_sm": 2, "block_n": 64, "exp_order": "free"}, "no registers for scores ahead"),
+        (
+            {"blocks_per_sm": 2, "block_n": 64, "exp_order": "free", "qk_prefetch": "none"},
+            "side by side as two of two, which take turns by themselves",
+        ),
+        ({"blocks_per_sm": 2, "block_n": 64, "warpgroups": 3, "exp_order": "free"}, "side by side as two of two"),
+        ({"warpgroups": 1, "ping_pong": False}, "leaves the tensor cores idle"),
         ({"warpgroups": 1}, "take turns"),
         ({"masked_blocks": "peeled", "warpgroups": 3, "softmax_reference": "running"}, "second loop"),
         ({"masked_blocks": "peeled"}, "apart from the others anyway"),
         ({"conditional_rescale": False, "exp_order": "free"}, "one way to do so"),
-        ({"qk_prefetch": "half"}, "three warpgroups or four programs lack"),
+        ({"qk_prefetch": "half"}, "three warpgroups or four of several programs lack"),
         ({"split_d": True}, "no smaller"),
         ({"early_settle": True, "softmax_reference": "running"}, "where references follow them"),
         ({"early_settle": True, "exp_order": "free", "barriers": "mbarrier"}, "ptxas computes wrong sums"),

@@ -162,6 +162,7 @@ def test_triton_leaves_the_named_barriers_that_a_kernel_takes(changes: dict[str,
 NAMED = {"barriers": "named", "conditional_rescale": True, "exp_order": "data"}
 ONCE = {"q_stages": 1, "hidden_blocks": "computed"}
 SHORT = {**ONE_WARPGROUP, "blocks_per_sm": 3}
+PAIR = {**ONE_WARPGROUP, "warpgroups": 2, "blocks_per_sm": 2, "qk_prefetch": "none"}
 WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", "exp_order": "free"}
 
 
@@ -181,9 +182,11 @@ WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", 
             ("d64", {**WIDE, "qk_prefetch": "none"}),
             ("d96-causal-keymask", {**SHORT, "split_d": True}),
             ("d64-mask", {**ONE_WARPGROUP, "barriers": "mbarrier"}),
+            ("d64-causal", {**PAIR, "masked_blocks": "branch"}),
         ],
         ("d64-causal", NAMED_BY_THREE),
         ("d96-causal-keymask", {**SHORT, "split_d": True}),
+        ("d64-causal", {**PAIR, "masked_blocks": "branch"}),
     ),
 )
 def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> None:

@@ -40,6 +40,7 @@ PLAIN: dict[str, KnobValue] = {
 }
 SETTLES: dict[str, KnobValue] = {**PLAIN, "conditional_rescale": True, "softmax_reference": "row_sums", "q_stages": 2}
 SMALL: dict[str, KnobValue] = {**PLAIN, "warpgroups": 1, "blocks_per_sm": 2, "block_n": 64, "ping_pong": False}
+PAIR: dict[str, KnobValue] = {**SMALL, "warpgroups": 2, "qk_prefetch": "none"}
 SKIPPED: dict[str, KnobValue] = {**PLAIN, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped"}
 
 
@@ -171,6 +172,10 @@ CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
         Case(queries=(260, 9), keys=(300, 40), options={"window": (100, 30), "softcap": 5.0}, poison=(1,), **LENGTHS),
         SMALL | {"masked_blocks": "branch"},
     ),
+    "two programs of two warpgroups": (
+        Case(queries=(70, 200, 1, 0, 65), options={"causal": True}, spare=70, poison=(2,), **LENGTHS),
+        PAIR | {"masked_blocks": "branch"},
+    ),
     "functions": (
         Case(
             queries=(70, 200, 1, 0, 20),
@@ -190,7 +195,9 @@ CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
 }
 
 
-@pytest.mark.parametrize("name", only(CASES, "causal", "used", "window", "computed again"))
+@pytest.mark.parametrize(
+    "name", only(CASES, "causal", "used", "window", "two programs of two warpgroups", "computed again")
+)
 def test_packed_sequences_are_right(name: str) -> None:
     case, changes = CASES[name]
     packed = make(case)

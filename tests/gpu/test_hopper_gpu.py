@@ -54,6 +54,7 @@ CROWD = {
     "ping_pong": False,
     "qk_prefetch": "none",
 }
+PAIR = {**CROWD, "warpgroups": 2, "blocks_per_sm": 2}
 SKIPPED = {
     "warpgroups": 2,
     "block_n": 64,
@@ -65,6 +66,8 @@ SKIPPED = {
 VARIANTS = (
     ("fwd-bf16-d64-causal", {**ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
     ("fwd-bf16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
+    ("fwd-bf16-d64", PAIR),
+    ("fwd-fp16-d64-causal", {**PAIR, "masked_blocks": "branch"}),
     ("fwd-fp16-d64-causal-offset", {"warpgroups": 3, "masked_blocks": "branch"}),
     ("fwd-bf16-d128-causal", {"warpgroups": 2, "masked_blocks": "one"}),
     ("fwd-bf16-d128-causal", {"warpgroups": 2, "masked_blocks": "branch", "exp_order": "free"}),

@@ -59,7 +59,7 @@ TOGETHER = (
     *("warpgroups", "blocks_per_sm", "v_stages", "k_release", "barriers"),
     *("ping_pong", "conditional_rescale", "exp_order", "max_chains", "qk_prefetch", "softmax_reference"),
 )
-"""Knobs of a program's warps and their order. Of 18432 combinations of their values 342 are worth a try."""
+"""Knobs of a program's warps and their order. Of 18432 combinations of their values 476 are worth a try."""
 
 
 def _why_not_together(values: Mapping[str, KnobValue] | Config) -> str | None:
@@ -73,20 +73,24 @@ def _why_not_together(values: Mapping[str, KnobValue] | Config) -> str | None:
         return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
     if values["max_chains"] == 4 and named:
         return "four chains of maxima are slower than one where little else waits"
+    side_by_side = values["blocks_per_sm"] != 1
+    four = side_by_side and int(values["warpgroups"]) * int(values["blocks_per_sm"]) == 4
     if values.get("qk_prefetch", "block") != "block":
-        short = values["warpgroups"] == 3 or values["blocks_per_sm"] == 4
+        short = values["warpgroups"] == 3 or four
         if not short or values["exp_order"] != "free":
             return (
-                "fewer scores ahead save registers, which three warpgroups or four programs lack, and leave no product "
-                "to order things by"
+                "fewer scores ahead save registers, which three warpgroups or four of several programs lack, and leave "
+                "no product to order things by"
             )
-    elif values["blocks_per_sm"] == 4:
-        return "four programs leave no registers for scores ahead"
+    elif four:
+        return "four warpgroups of several programs leave no registers for scores ahead"
     plain = values["conditional_rescale"] and values["max_chains"] == 1
     if values.get("softmax_reference", "running") != "running" and not plain:
         return "where few steps follow the maximum, one way to do so is enough"
-    if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
-        return "blocks side by side are for those of one warpgroup, which leave the tensor cores idle during a softmax"
+    if values["warpgroups"] == 1 and not side_by_side:
+        return "one warpgroup leaves the tensor cores idle during a softmax, so that its blocks are side by side"
+    if values["warpgroups"] != 1 and side_by_side and not (four and not values["ping_pong"]):
+        return "blocks of several warpgroups are side by side as two of two, which take turns by themselves"
     if values["k_release"] == "with_v" and (values["warpgroups"], values["v_stages"]) != (4, 3):
         return "releasing K with V only pays in a long ring that four warpgroups release"
     return None
