@@ -108,7 +108,7 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
 def _packed_time(tile: Tile, sizes: Sizes, sms: int, *, causal: bool) -> float:
     """The product of what two ramps of lengths take: up to the bound of their class, and up to three quarters of it.
 
-    Lengths of one ramp are of no use to a tile that happens to fit all of them.
+    One alone would favour a tile that happens to fit its lengths.
     """
     some, longest, found = min(sizes.sequences, QUANTILES), max(1, sizes.max_seqlen_q), 1.0
     for bound in (longest, max(1, 3 * longest // 4)):

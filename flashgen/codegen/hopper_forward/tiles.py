@@ -48,12 +48,10 @@ class Tile:
         tiles, slots = -(-sizes.seqlen_q // rows), sm_count * self.blocks_per_sm
         longest = -(-sizes.seqlen_k // self.block_n) + self.overhead
         if causal:
-            before = max(sizes.seqlen_k - sizes.seqlen_q, 0)  # keys that the first query sees
-            step = self.step * (1 + self.before * before / max(sizes.seqlen_k, 1))
+            step = self.step * self._slower(sizes.seqlen_q, sizes.seqlen_k)
             if tiles * heads <= slots:
                 return step * longest * self._pace(tiles * heads / sm_count)
-            seen = before + min((tiles + 1) * rows, 2 * sizes.seqlen_q) / 2
-            mean = min(seen, sizes.seqlen_k) / self.block_n + 0.5 + self.overhead
+            mean = self._mean(sizes.seqlen_q, sizes.seqlen_k)
             return step * max(self.lone * longest, mean * (tiles * heads / slots + self.tail))
         waves, rest = divmod(tiles * heads, slots)
         return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
@@ -70,6 +68,16 @@ class Tile:
         steps, longest = _steps(self, lengths, causal)
         return self.step * max(self.lone * longest, steps * heads / (sm_count * self.blocks_per_sm))
 
+    def _mean(self, seqlen_q: int, seqlen_k: int) -> float:
+        """The steps of a mean CTA under a causal mask, with its overhead."""
+        rows = 64 * self.warpgroups
+        seen = max(seqlen_k - seqlen_q, 0) + min((-(-seqlen_q // rows) + 1) * rows, 2 * seqlen_q) / 2
+        return min(seen, seqlen_k) / self.block_n + 0.5 + self.overhead
+
+    def _slower(self, seqlen_q: int, seqlen_k: int) -> float:
+        """By which factor a step takes longer under a causal mask, for the keys that the first query sees."""
+        return 1 + self.before * max(seqlen_k - seqlen_q, 0) / max(seqlen_k, 1)
+
     def _pace(self, beside: float) -> float:
         """The share of its time that a CTA takes which has an SM for itself and so many beside it."""
         return self.lone + (1 - self.lone) * max(beside - 1, 0.0) / max(self.blocks_per_sm - 1, 1)
@@ -78,14 +86,11 @@ class Tile:
 @functools.lru_cache(maxsize=512)
 def _steps(tile: Tile, lengths: Lengths, causal: bool) -> tuple[float, float]:
     """The steps and overheads of all CTAs of some sequences, and of the longest CTA."""
-    rows, every, longest = 64 * tile.warpgroups, 0.0, 0.0
+    every = longest = 0.0
     for seqlen_q, seqlen_k in lengths:
-        tiles, last = -(-seqlen_q // rows), -(-seqlen_k // tile.block_n) + tile.overhead
-        mean = last
-        if causal:
-            seen = max(seqlen_k - seqlen_q, 0) + min((tiles + 1) * rows, 2 * seqlen_q) / 2
-            mean = min(seen, seqlen_k) / tile.block_n + 0.5 + tile.overhead
-        every += tiles * mean
+        slower = tile._slower(seqlen_q, seqlen_k) if causal else 1.0
+        last = slower * (-(-seqlen_k // tile.block_n) + tile.overhead)
+        every += -(-seqlen_q // (64 * tile.warpgroups)) * (slower * tile._mean(seqlen_q, seqlen_k) if causal else last)
         longest = max(longest, last)
     return every, longest
 
