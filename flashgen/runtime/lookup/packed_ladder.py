@@ -11,7 +11,7 @@ class have one config, which is found once:
 7. the nearest predicted record
 8. the default config of the first family that applies, as it fits the class
 
-What serves from rung 5 on has the tile that fills the SMs best at the bounds of the class
+What serves from rung 5 on has the tile that is expected to take least for a ramp of lengths of the class
 (`flashgen.codegen.family.KernelFamily.balanced`).
 
 A dense record serves where its config is valid for packed sequences and of the family whose default would serve: it was
