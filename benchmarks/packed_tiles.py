@@ -15,10 +15,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.markdown import table_row
-from benchmarks.provenance import ROOT
-from benchmarks.results import Row, read_rows
+from benchmarks.results import RESULTS, Row, read_rows
 from benchmarks.varlen_cases import PACKS, SUITE
 from flashgen.codegen.hopper_forward.resources import ROWS, packed_heads, tile_rows
 from flashgen.core.config import Config
@@ -33,20 +33,33 @@ from flashgen.runtime.lookup.records import Records
 GOAL = 0.97
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """A batch and its dense call: their tiles, the visible share of what these compute, and the measured rate."""
+class Tiles(NamedTuple):
+    """Those of the config that serves a workload, and the visible share of what they compute."""
 
     workload: Workload
-    dense: Workload
-    tiles: tuple[str, str]
-    shares: tuple[float, float]
+    shape: str
+    share: float
+
+    @classmethod
+    def of(cls, workload: Workload, device: Device, records: Records) -> Tiles:
+        """Ask the ladder."""
+        config = served_pass(workload, specialization(workload), device, records).config
+        shape = f"{config['warpgroups']} x {ROWS} x {config['block_n']}"
+        return cls(workload, shape, visible_share(config, workload))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """The tiles of a batch and of its dense call, and the measured rate of the one to the other."""
+
+    packed: Tiles
+    dense: Tiles
     rate: float
 
     @property
     def most(self) -> float:
         """The rate to the dense call that its tiles leave."""
-        return self.shares[0] / self.shares[1]
+        return self.packed.share / self.dense.share
 
     @property
     def reached(self) -> float:
@@ -70,9 +83,9 @@ def visible_share(config: Config, workload: Workload) -> float:
     return workload.all_pairs / computed
 
 
-def rates_beside_dense(rows: Iterable[Row]) -> dict[str, float]:
-    """By the key of each forward batch: its TFLOP/s over those of its dense call."""
-    speeds = {(row.workload, row.impl): row.tflops for row in rows if row.suite == SUITE and row.tflops}
+def rates_beside_dense(rows: Iterable[Row], suite: str = SUITE) -> dict[str, float]:
+    """By the key of each batch of a suite that has a dense call: its TFLOP/s over those of that call."""
+    speeds = {(row.workload, row.impl): row.tflops for row in rows if row.suite == suite and row.tflops}
     return {
         key: speed / speeds[key, "flashgen-dense"]
         for (key, impl), speed in speeds.items()
@@ -85,18 +98,8 @@ def filled(device: Device, records: Records, rates: dict[str, float]) -> Iterato
     for pack in PACKS:
         if pack.trains or pack.workload.key not in rates:
             continue
-        tiles, shares = [], []
-        for workload in (pack.workload, pack.dense):
-            config = served_pass(workload, specialization(workload), device, records).config
-            tiles.append(f"{config['warpgroups']} x 64 x {config['block_n']}")
-            shares.append(visible_share(config, workload))
-        yield Filled(
-            workload=pack.workload,
-            dense=pack.dense,
-            tiles=(tiles[0], tiles[1]),
-            shares=(shares[0], shares[1]),
-            rate=rates[pack.workload.key],
-        )
+        packed, dense = (Tiles.of(workload, device, records) for workload in (pack.workload, pack.dense))
+        yield Filled(packed=packed, dense=dense, rate=rates[pack.workload.key])
 
 
 def page(found: Sequence[Filled]) -> str:
@@ -104,10 +107,16 @@ def page(found: Sequence[Filled]) -> str:
     head = ["batch", "tile", "full", "dense call", "tile", "full", "at most", "measured", "of it"]
     lines = [table_row(head), table_row(["---"] * 5 + ["---:"] * 4)]
     for each in found:
-        dense = f"{each.dense.batch} x {each.dense.seqlen_q}"
-        figures = [f"{value:.2f}" for value in (each.shares[1], each.most, each.rate, each.reached)]
-        cells = [each.workload.key, each.tiles[0], f"{each.shares[0]:.2f}", dense, each.tiles[1], *figures]
-        lines.append(table_row(cells))
+        packed, dense, call = each.packed, each.dense, each.dense.workload
+        cells = [
+            packed.workload.key,
+            packed.shape,
+            f"{packed.share:.2f}",
+            f"{call.batch} x {call.seqlen_q}",
+            dense.shape,
+        ]
+        figures = (dense.share, each.most, each.rate, each.reached)
+        lines.append(table_row([*cells, *(f"{value:.2f}" for value in figures)]))
     near = sum(each.reached >= GOAL for each in found)
     return "\n".join([*lines, "", f"{near} of {len(found)} batches reach {GOAL} of what their tiles leave."]) + "\n"
 
@@ -118,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.packed_tiles", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--device", default="h200", help="whose records serve (%(default)s)")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/nvidia_h200/varlen.csv")
+    parser.add_argument("--results", type=Path, default=RESULTS / "nvidia_h200/varlen.csv")
     options = parser.parse_args(arguments)
     try:
         device = find_device(options.device)

@@ -7,7 +7,7 @@ sequences fill the rows of the call: they are quantiles of a distribution whose 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 SAME, CLOSE, RAMP, TAIL, MIXED = "same", "close", "ramp", "tail", "mixed"
 
@@ -56,6 +56,12 @@ def _shares(count: int, total: int) -> tuple[int, ...]:
     return tuple(total * (n + 1) // count - total * n // count for n in range(count))
 
 
+def _between(ends: Iterable[float], longest: int) -> tuple[int, ...]:
+    """The whole numbers between ends, none above the longest."""
+    whole = [int(end + 1e-6) for end in ends]
+    return tuple(min(after - before, longest) for before, after in itertools.pairwise(whole))
+
+
 def _packed_same(batch: int, longest: int, total: int) -> tuple[int, ...]:
     return _shares(batch, total)
 
@@ -64,15 +70,14 @@ def _packed_ramp(batch: int, longest: int, total: int) -> tuple[int, ...]:
     least = min(1, total // batch)
     longest, total = longest - least, total - least * batch
     power = longest * batch / max(total, 1)  # the quantile `longest * u ** (power - 1)` has the mean total / batch
-    ends = [int(total * (n / batch) ** power + 1e-6) for n in range(batch + 1)]
-    return tuple(least + min(after - before, longest) for before, after in itertools.pairwise(ends))
+    between = _between((total * (n / batch) ** power for n in range(batch + 1)), longest)
+    return tuple(least + length for length in between)
 
 
 def _packed_close(batch: int, longest: int, total: int) -> tuple[int, ...]:
     mean = total / batch
     spread = min(mean / CLOSE_SHARE, longest - mean)
-    ends = [int(n * (mean - spread) + spread * n * n / batch + 1e-6) for n in range(batch + 1)]
-    return tuple(min(after - before, longest) for before, after in itertools.pairwise(ends))
+    return _between((n * (mean - spread) + spread * n * n / batch for n in range(batch + 1)), longest)
 
 
 def _packed_tail(batch: int, longest: int, total: int) -> tuple[int, ...]:
@@ -128,7 +133,7 @@ def packed_profiles(profile: str, batch: int, lengths: tuple[tuple[int, int], ..
     if profile:
         return (profile,)
     found: dict[object, str] = {}
-    for name in (SAME, RAMP, TAIL, MIXED) if len(lengths) > 1 else (SAME, RAMP, TAIL, CLOSE):
+    for name in (SAME, RAMP, TAIL, MIXED if len(lengths) > 1 else CLOSE):
         found.setdefault(tuple(packed_lengths(name, batch, *side) for side in lengths), name)
     return tuple(found.values())
 

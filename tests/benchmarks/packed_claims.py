@@ -58,11 +58,8 @@ def over_pages(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
 
 def rates_of(rows: Sequence[Row], suite: str, *head_dims: int) -> list[float]:
     """The speed over that of a dense call with as many visible pairs, of each batch with such heads that has both."""
-    return [
-        by_impl["flashgen"] / by_impl["flashgen-dense"]
-        for workload, by_impl in speeds_of(rows, suite)
-        if Workload.parse(workload).head_dim in head_dims and "flashgen-dense" in by_impl
-    ]
+    rates = rates_beside_dense(rows, suite)
+    return [rate for key, rate in rates.items() if Workload.parse(key).head_dim in head_dims]
 
 
 def beside_dense(suite: str, head_dim: int) -> Check:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.packed_tiles import Filled, main, page, rates_beside_dense, visible_share
+from benchmarks.packed_tiles import Filled, Tiles, main, page, rates_beside_dense, visible_share
 from benchmarks.provenance import ROOT
-from benchmarks.results import read_rows
+from benchmarks.results import RESULTS, read_rows
 from benchmarks.varlen_cases import PACKS
 from flashgen.codegen.families import HOPPER_FORWARD
 from flashgen.core.config import Config
@@ -17,7 +17,7 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
 
 H200 = find_device("h200")
-RESULTS = ROOT / "benchmarks/results/nvidia_h200/varlen.csv"
+MEASURED = RESULTS / "nvidia_h200/varlen.csv"
 
 
 def tile(warpgroups: int, block_n: int, hidden_blocks: str = "computed", packed_heads: int = 1) -> Config:
@@ -50,24 +50,23 @@ def test_what_tiles_compute_is_counted(key: str, config: Config, visible: int, c
 
 
 def test_rates_are_those_of_forward_batches_with_a_dense_call() -> None:
-    rates = rates_beside_dense(read_rows(RESULTS))
+    rates = rates_beside_dense(read_rows(MEASURED))
     assert rates.keys() == {pack.workload.key for pack in PACKS if pack.is_self_attention and not pack.trains}
     assert all(0.8 < rate < 1.1 for rate in rates.values())
 
 
 def test_a_table_says_what_is_reached_of_what_tiles_leave() -> None:
     pack = next(pack for pack in PACKS if pack.is_self_attention)
-    shares, tiles = (0.6, 0.8), ("1 x 64 x 64", "2 x 64 x 128")
-    found = Filled(workload=pack.workload, dense=pack.dense, tiles=tiles, shares=shares, rate=0.72)
-    slow = Filled(workload=pack.workload, dense=pack.dense, tiles=tiles, shares=shares, rate=0.66)
+    packed, dense = Tiles(pack.workload, "1 x 64 x 64", 0.6), Tiles(pack.dense, "2 x 64 x 128", 0.8)
+    found, slow, fast = (Filled(packed=packed, dense=dense, rate=rate) for rate in (0.72, 0.66, 0.75))
     assert (found.most, found.reached) == pytest.approx((0.75, 0.96))
-    last = page([found, slow, Filled(workload=pack.workload, dense=pack.dense, tiles=tiles, shares=shares, rate=0.75)])
+    last = page([found, slow, fast])
     assert "| 0.80 | 0.75 | 0.72 | 0.96 |" in last
     assert last.endswith("1 of 3 batches reach 0.97 of what their tiles leave.\n")
 
 
 def test_the_page_has_the_table_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--results", str(RESULTS)]) == 0
+    assert main(["--results", str(MEASURED)]) == 0
     printed = capsys.readouterr().out
     text = (ROOT / "docs/experiments/packed-sequences.md").read_text()
     assert re.search(r"\d+ of \d+ batches reach 0\.97 of what their tiles leave", printed)

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from benchmarks.left_out import SEARCHES
 from flashgen.codegen.common_scores import is_plain_forward
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import tile_order
@@ -21,7 +21,6 @@ from flashgen.core.workload import Workload
 from flashgen.db.log_files import SUFFIX, read_log
 
 H200 = find_device("h200")
-SEARCHES = Path(__file__).parents[2] / "benchmarks/searches" / H200.folder
 LARGE_TILE = {"warpgroups": 4, "block_n": 64, "blocks_per_sm": 1}
 
 
@@ -29,7 +28,7 @@ def log_ratios(head_dim: int, warpgroups: int, block_n: int) -> Iterator[float]:
     """What serves over another group: times of two trials of a search, or racers, that differ in this alone."""
     most_waves = tile_order.CACHED[head_dim, warpgroups, block_n].waves
     tile = {"warpgroups": warpgroups, "block_n": block_n, "split_d": False, "packed_heads": 1}
-    for path in SEARCHES.glob(f"fwd-*-d{head_dim}-causal-*{SUFFIX}"):
+    for path in (SEARCHES / H200.folder).glob(f"fwd-*-d{head_dim}-causal-*{SUFFIX}"):
         log = read_log(path)
         assert log.search is not None
         workload = log.search.workload

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.left_out import SEARCHES
 from flashgen.codegen.families import default_config
 from flashgen.core.device import find_device
 from flashgen.core.record import Measurement
@@ -14,9 +15,9 @@ from flashgen.db.log_files import SUFFIX, read_log
 from flashgen.measure.protocol import specialization
 
 H200 = find_device("h200")
-SEARCHES = Path(__file__).resolve().parents[2] / "benchmarks" / "searches" / "nvidia_h200"
-FP32 = sorted((*SEARCHES.glob(f"fwd-fp32-*{SUFFIX}"), *SEARCHES.glob(f"fwd-tf32-*{SUFFIX}")))
-BESIDE = [path for name in ("bias", "keybias", "mask") for path in SEARCHES.glob(f"bwd-*-d128-{name}-*{SUFFIX}")]
+FOLDER = SEARCHES / H200.folder
+FP32 = sorted((*FOLDER.glob(f"fwd-fp32-*{SUFFIX}"), *FOLDER.glob(f"fwd-tf32-*{SUFFIX}")))
+BESIDE = [path for name in ("bias", "keybias", "mask") for path in FOLDER.glob(f"bwd-*-d128-{name}-*{SUFFIX}")]
 
 
 @pytest.mark.parametrize("path", FP32 + BESIDE, ids=lambda path: path.name.removesuffix(SUFFIX))

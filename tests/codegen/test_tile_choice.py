@@ -193,7 +193,7 @@ def test_ragged_sequences_get_small_tiles_though_their_mean_fits_tall_ones() -> 
 def times_on_profiles() -> dict[Workload, dict[tuple[int, int], float]]:
     """Of each profile of lengths that shipped searches timed packed sequences on, the least time of each tile."""
     found: dict[Workload, dict[tuple[int, int], float]] = {}
-    for log in map(read_log, sorted((SEARCHES / "nvidia_h200").glob(f"fwd-*-varlen-*{SUFFIX}"))):
+    for log in map(read_log, sorted((SEARCHES / H200.folder).glob(f"fwd-*-varlen-*{SUFFIX}"))):
         assert log.search is not None
         if log.search.workload.lengths:
             continue

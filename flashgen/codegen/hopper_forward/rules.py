@@ -89,7 +89,7 @@ def _why_not_together(values: Mapping[str, KnobValue] | Config) -> str | None:
         return "where few steps follow the maximum, one way to do so is enough"
     if values["warpgroups"] == 1 and not side_by_side:
         return "one warpgroup leaves the tensor cores idle during a softmax, so that its blocks are side by side"
-    if values["warpgroups"] != 1 and side_by_side and not (four and not values["ping_pong"]):
+    if values["warpgroups"] != 1 and side_by_side and (not four or values["ping_pong"]):
         return "blocks of several warpgroups are side by side as two of two, which take turns by themselves"
     if values["k_release"] == "with_v" and (values["warpgroups"], values["v_stages"]) != (4, 3):
         return "releasing K with V only pays in a long ring that four warpgroups release"
