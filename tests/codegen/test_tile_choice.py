@@ -1,7 +1,7 @@
 """The tile of a config that was measured at other sizes, against what each tile took on an H200.
 
 `tiles_nvidia_h200.csv` has the times of races of all tiles of a class, on shapes most of which have few CTAs for an SM,
-and what searches of 60 shapes had of each tile at best.
+and, of causal classes and of heads of 96 and more, what searches of 60 shapes had of each tile at best.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from flashgen.core.record import Measurement
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.log_files import SUFFIX, read_log
 from flashgen.measure.protocol import specialization
+from flashgen.runtime.lookup.packed_ladder import PackedSizes
 
 A100, H200 = find_device("a100"), find_device("h200")
 
-MEAN = {40: 1.026, 56: 1.02, 64: 1.012, 72: 1.007, 80: 1.016, 96: 1.013, 112: 1.004, 128: 1.01}
+MEAN = {40: 1.026, 56: 1.024, 64: 1.012, 72: 1.007, 80: 1.016, 96: 1.013, 112: 1.004, 128: 1.01}
 WORST = {40: 1.11, 56: 1.17, 64: 1.12, 72: 1.09, 80: 1.17, 96: 1.17, 112: 1.04, 128: 1.16}
 """Time over that of the best tile, by head dimension; with any one tile for all it is 1.10 and 1.48."""
+
+SUSTAINED_LOSSES = {(64, False): (1.009, 1.073)}
+"""Of 22 shapes, where others have up to 20: one of 114 us, whose CTAs of 64 rows fill the last wave, loses that."""
 
 SUSTAINED_TIMES = Path(__file__).parent / "sustained_tiles_nvidia_h200.csv"
 
@@ -80,8 +84,9 @@ def test_long_launches_have_the_tile_that_is_fastest_under_load_that_goes_on(hea
     times = times_of(read(SUSTAINED_TIMES))[head_dim, causal]
     for own, lost in losses(times, H200).items():
         assert len(lost) == len(times) >= 3
-        assert statistics.geometric_mean(lost) <= 1.004, own
-        assert max(lost) <= 1.021, own
+        mean, worst = SUSTAINED_LOSSES.get((head_dim, causal), (1.004, 1.021))
+        assert statistics.geometric_mean(lost) <= mean, own
+        assert max(lost) <= worst, own
 
 
 @pytest.mark.parametrize(
@@ -182,44 +187,62 @@ def test_short_packed_sequences_get_small_tiles_and_long_ones_tall_tiles_whereve
     assert balanced(usual, spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=0, seqlen_k=0, sequences=1), H200)
 
 
-def test_ragged_sequences_get_small_tiles_though_their_mean_fits_tall_ones() -> None:
+def test_ragged_sequences_get_short_last_tiles_though_their_mean_fits_tall_ones() -> None:
     spec = Specialization.parse("fwd-bf16-d64-varlen")
-    ragged, full = packed(16384, 512)._replace(sequences=64), packed(32768, 2048)
-    for each in (family("hopper_forward").default(spec, H200), config_of(spec, TILES[64, False][-1])):
-        assert shape_of(balanced(each, spec, ragged, H200)) == (1, 64)
+    ragged, full = packed(16384, 512, nheads=16)._replace(sequences=64), packed(16384, 1024)
+    for each in (family("hopper_forward").default(spec, H200), config_of(spec, TILES[64, False][3])):
+        assert shape_of(balanced(each, spec, ragged, H200)) == (2, 64)  # as of the search of just that
         assert shape_of(balanced(each, spec, full, H200)) == (4, 64)
 
 
-def times_on_profiles() -> dict[Workload, dict[tuple[int, int], float]]:
-    """Of each profile of lengths that shipped searches timed packed sequences on, the least time of each tile."""
-    found: dict[Workload, dict[tuple[int, int], float]] = {}
+def packed_searches() -> list[tuple[Workload, tuple[str, ...], dict[tuple[int, int], float]]]:
+    """Of shipped searches of packed sequences: the profiles of lengths that a trial has, and each tile's least time.
+
+    A time is the geometric mean of those on the profiles.
+    """
+    found = []
     for log in map(read_log, sorted((SEARCHES / H200.folder).glob(f"fwd-*-varlen-*{SUFFIX}"))):
         assert log.search is not None
-        if log.search.workload.lengths:
-            continue
+        times: dict[tuple[int, int], float] = {}
+        profiles: tuple[str, ...] = ()
         for trial in log.trials:
-            if not isinstance(trial.outcome, Measurement) or trial.config.family != "hopper_forward":
-                continue
-            for profile, each in (("same", trial.outcome.times_ms), *trial.outcome.profile_times_ms):
-                times, shape = (
-                    found.setdefault(replace(log.search.workload, lengths=profile), {}),
-                    shape_of(trial.config),
-                )
-                times[shape] = min(*each, times.get(shape, math.inf))
+            if isinstance(trial.outcome, Measurement) and trial.config.family == "hopper_forward":
+                each = (("same", trial.outcome.times_ms), *trial.outcome.profile_times_ms)
+                profiles = tuple(profile for profile, _ in each)
+                mean = statistics.geometric_mean(min(windows) for _, windows in each)
+                times[shape_of(trial.config)] = min(mean, times.get(shape_of(trial.config), math.inf))
+        if not log.search.workload.lengths:
+            found.append((log.search.workload, profiles, times))
     return found
 
 
 def test_the_estimate_of_packed_sequences_finds_the_best_tile_of_searches() -> None:
-    found = times_on_profiles()
-    assert len(found) >= 9
-    for workload, times in found.items():
-        lengths = tuple(zip(workload.each_seqlen_q, workload.each_length, strict=True))
-        expected = {
-            (tile.warpgroups, tile.block_n): tile.packed_time(lengths, workload.nheads, 132, causal=workload.causal)
-            for tile in TILES[workload.head_dim, workload.causal]
-        }
+    found = packed_searches()
+    assert len(found) >= 7
+    for workload, profiles, times in found:
+        expected = dict.fromkeys(
+            ((tile.warpgroups, tile.block_n) for tile in TILES[workload.head_dim, workload.causal]), 1.0
+        )
+        for profile in profiles:
+            each = replace(workload, lengths=profile)
+            lengths = tuple(zip(each.each_seqlen_q, each.each_length, strict=True))
+            for tile in TILES[workload.head_dim, workload.causal]:
+                expected[shape_of(tile)] *= tile.packed_time(lengths, workload.nheads, 132, causal=workload.causal)
         best = min(expected.keys() & times.keys(), key=expected.__getitem__)
-        assert times[best] <= 1.01 * min(times.values()), workload.key
+        assert times[best] <= 1.031 * min(times.values()), workload.key
+
+
+def test_what_serves_packed_sequences_without_a_record_is_nearly_the_best_tile_of_searches() -> None:
+    lost = []
+    for workload, _, times in packed_searches():
+        spec, sizes = specialization(workload), PackedSizes.of(workload).largest.packed
+        for tile in TILES[workload.head_dim, workload.causal]:
+            served = shape_of(balanced(config_of(spec, tile), spec, sizes, H200))
+            if served in times:
+                lost.append(times[served] / min(times.values()))
+    assert len(lost) >= 20
+    assert statistics.geometric_mean(lost) <= 1.02
+    assert max(lost) <= 1.06
 
 
 def test_heads_of_uneven_rows_without_a_table_leave_small_tiles() -> None:

@@ -138,7 +138,7 @@ def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "tiles"),
     [
-        ("b64-h16-tq16384-sq512-d64-varlen", {(1, 64), (2, 128), (3, 128), (4, 64)}),
+        ("b64-h16-tq16384-sq512-d64-varlen", {(1, 64), (2, 64), (2, 128), (3, 128), (4, 64)}),
         ("b4-h16-s4096-d128", {(1, 64), (2, 128), (3, 64)}),
         ("bwd-b4-h16-s4096-d64", {(64,), (128,)}),
     ],

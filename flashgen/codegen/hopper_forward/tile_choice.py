@@ -47,6 +47,9 @@ Their steps took 1.2 to 1.7 times as long with heads of 40, 56 and 72 as with 64
 PACKED_MARGIN = 0.05
 """The same of packed sequences, of whose lengths a bound and the mean are all that is known."""
 
+PACKED_SHAPES = 2
+"""Ramps of lengths that a tile of packed sequences is chosen by."""
+
 QUANTILES = 8
 """Lengths that stand for those of all packed sequences."""
 
@@ -74,10 +77,15 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     own_factors, factors = _factors(spec)
     asked = [time * factor for time, factor in zip(times, factors, strict=True)]
     asked[own] = times[own] * own_factors[own]
-    sustained = () if spec.varlen else SUSTAINED.get((spec.head_dim, causal), ())  # packed ones were not timed so
-    if sustained and min(times) >= SUSTAINED_US and sizes.batch * sizes.nheads * sizes.seqlen_q >= FILLING_ROWS * sms:
-        asked = [time * factor for time, factor in zip(times, sustained, strict=True)]
-        asked[own] *= 1 - SUSTAINED_MARGIN
+    sustained = SUSTAINED.get((spec.head_dim, causal), ())
+    launches = PACKED_SHAPES if spec.varlen else 1  # of which times are a product
+    is_long = min(times) >= SUSTAINED_US**launches
+    if sustained and is_long and sizes.batch * sizes.nheads * sizes.seqlen_q >= FILLING_ROWS * sms:
+        if spec.varlen:  # whose tiles were not timed so: they have to promise as much as in short launches
+            asked = [time * factor**launches for time, factor in zip(asked, sustained, strict=True)]
+        else:
+            asked = [time * factor for time, factor in zip(times, sustained, strict=True)]
+            asked[own] *= 1 - SUSTAINED_MARGIN
     best = asked.index(min(asked))
     return config if best == own else with_tile(spec, config, tiles[best], device)
 
@@ -146,7 +154,7 @@ def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]
     tiles, has_own = _tiles(spec), (spec.head_dim, spec.causal) in TILES
     least = max(PACKED_MARGIN if spec.varlen else MARGIN, 0.0 if has_own else NARROWER_MARGIN)
     loads = UNEVEN_ROWS if spec.head_dim % EVEN_ROWS and not has_own else 1.0
-    shapes = 2 if spec.varlen else 1
+    shapes = PACKED_SHAPES if spec.varlen else 1
 
     def asked(tile: Tile, margin: float) -> float:
         return ((loads if tile.warpgroups == 1 else 1.0) / (1 - margin)) ** shapes

@@ -125,6 +125,8 @@ _USUAL: dict[str, KnobValue] = {
 _FREE: dict[str, KnobValue] = {"barriers": "mbarrier", "exp_order": "free"}
 _SKIPPING: dict[str, KnobValue] = {"hidden_blocks": "skipped", "masked_blocks": "branch", "heads_per_group": 8}
 _PARTS: dict[str, KnobValue] = {"split_d": True, "v_stages": 2}
+_SHARED_SMS: dict[str, KnobValue] = {"exp_order": "free", "ping_pong": False, "qk_prefetch": "none", "v_stages": 2}
+"""Of two CTAs of 128 rows: half the loads of keys of CTAs of 64, and a last tile shorter than that of 256 rows."""
 
 
 def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple[str, KnobValue], ...]:
@@ -137,6 +139,7 @@ _UP_TO_64: Mapping[bool, tuple[_Shape, ...]] = {
         _Shape(2, 128, 1, _knobs({}, softmax_reference="running")),
         _Shape(3, 128, 1, _knobs(_FREE)),
         _Shape(4, 64, 1, _knobs(_FREE, k_release="with_v")),
+        _Shape(2, 64, 2, _knobs(_SHARED_SMS)),
     ),
     True: (
         _Shape(1, 64, 4, _knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2)),
@@ -166,6 +169,7 @@ _IN_PARTS: Mapping[bool, tuple[_Shape, ...]] = {
         _Shape(2, 128, 1, _knobs(_PARTS)),
         _Shape(3, 64, 1, _knobs(_PARTS), margin=0.05),
         _Shape(3, 128, 1, _knobs({**_FREE, **_PARTS}, qk_prefetch="half")),
+        _Shape(2, 64, 2, _knobs({**_SHARED_SMS, **_PARTS}), margin=0.05),
     ),
     True: (
         _Shape(1, 64, 3, _knobs({**_FREE, **_PARTS}, ping_pong=False, heads_per_group=32)),
@@ -190,26 +194,59 @@ _UP_TO_128: Mapping[bool, tuple[_Shape, ...]] = {
 }
 """The same of heads of up to 128 columns."""
 
+SHARED_COLUMNS = 80
+"""Of heads up to which two CTAs of two warpgroups find registers on an SM."""
+
 CONSTANTS: Mapping[tuple[int, bool], tuple[tuple[float, float, float, float, float], ...]] = {
-    (40, False): ((1.557, 1, 0.4, 0, 0), (1.107, 2, 1, 0, 0), (1.282, 3, 1, 0, 0), (0.814, 5, 1, 0, 0)),
+    (40, False): (
+        (1.545, 1, 0.4, 0, 0),
+        (1.106, 2, 1, 0, 0),
+        (1.284, 3, 1, 0, 0),
+        (0.826, 5, 1, 0, 0),
+        (1.077, 3, 0.6, 0, 0),
+    ),
     (40, True): ((1.320, 3, 0.4, 1, 0), (1.658, 2, 0.4, 0, 0.2), (1.387, 3, 1, 0, 0), (0.763, 7, 1, 0.5, 0.1)),
-    (56, False): ((1.104, 2, 0.5, 0, 0), (1.105, 2, 1, 0, 0), (1.485, 2, 1, 0, 0), (0.916, 4, 1, 0, 0)),
+    (56, False): (
+        (1.106, 2, 0.5, 0, 0),
+        (1.122, 2, 1, 0, 0),
+        (1.508, 2, 1, 0, 0),
+        (0.876, 5, 1, 0, 0),
+        (0.976, 4, 0.6, 0, 0),
+    ),
     (56, True): (
         (1.155, 3, 0.4, 0.5, 0.3),
         (1.215, 2, 0.6, 0.25, 0.3),
         (1.389, 3, 1, 0.25, 0),
         (0.898, 5, 1, 0.5, 0.1),
     ),
-    (64, False): ((0.887, 2, 0.5, 0, 0), (1.059, 2, 1, 0, 0), (1.384, 2, 1, 0, 0), (0.845, 4, 1, 0, 0)),
+    (64, False): (
+        (0.910, 2, 0.5, 0, 0),
+        (1.073, 2, 1, 0, 0),
+        (1.295, 3, 1, 0, 0),
+        (0.892, 4, 1, 0, 0),
+        (0.962, 3, 0.7, 0, 0),
+    ),
     (64, True): (
         (0.881, 4, 0.5, 0.25, 0.4),
         (0.966, 2, 0.8, 0.5, 0.2),
         (1.394, 3, 1, 0.25, 0),
         (0.829, 6, 1, 0.25, 0.2),
     ),
-    (72, False): ((1.545, 2, 0.4, 0, 0), (1.127, 3, 1, 0, 0), (0.901, 4, 1, 0, 0), (1.546, 3, 1, 0, 0)),
+    (72, False): (
+        (1.532, 2, 0.4, 0, 0),
+        (1.249, 2, 1, 0, 0),
+        (0.922, 4, 1, 0, 0),
+        (1.551, 3, 1, 0, 0),
+        (1.163, 4, 0.6, 0, 0),
+    ),
     (72, True): ((1.343, 3, 0.4, 0.25, 0.2), (1.124, 3, 1, 0, 0.1), (0.848, 4, 1, 0.25, 0), (1.658, 3, 1, 0.25, 0)),
-    (80, False): ((1.082, 2, 0.6, 0, 0), (1.161, 2, 1, 0, 0), (0.854, 4, 1, 0, 0), (1.497, 3, 1, 0, 0)),
+    (80, False): (
+        (1.072, 2, 0.6, 0, 0),
+        (1.167, 2, 1, 0, 0),
+        (0.855, 4, 1, 0, 0),
+        (1.683, 2, 1, 0, 0),
+        (1.195, 3, 0.6, 0, 0),
+    ),
     (80, True): (
         (0.913, 4, 0.5, 0.25, 0.3),
         (1.061, 3, 1, 0.25, 0.3),
@@ -241,7 +278,7 @@ less often, are ahead there (docs/experiments/waves.md).
 """
 
 SUSTAINED: Mapping[tuple[int, bool], tuple[float, ...]] = {
-    (64, False): (1.045, 1.046, 1.019, 1.051),
+    (64, False): (1.025, 1.039, 1.058, 1.011, 1.048),
     (64, True): (1.168, 1.159, 0.995, 1.038),
     (96, True): (1.138, 1.125, 1.034, 1.019),
     (128, False): (1.025, 1.024, 1.067),
@@ -253,6 +290,8 @@ SUSTAINED: Mapping[tuple[int, bool], tuple[float, ...]] = {
 def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
     """The tiles of a class that has constants."""
     shapes = (_UP_TO_64 if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _UP_TO_128)[causal]
+    if head_dim > SHARED_COLUMNS:
+        shapes = tuple(shape for shape in shapes if shape.warpgroups * shape.blocks_per_sm < 4)
     return tuple(
         Tile(**shape._asdict(), step=step, overhead=overhead, lone=lone, tail=tail, before=before)
         for shape, (step, overhead, lone, tail, before) in zip(shapes, CONSTANTS[head_dim, causal], strict=True)
