@@ -176,6 +176,10 @@ CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
         Case(queries=(70, 200, 1, 0, 65), options={"causal": True}, spare=70, poison=(2,), **LENGTHS),
         PAIR | {"masked_blocks": "branch"},
     ),
+    "two programs of two warpgroups, heads in parts": (
+        Case(queries=(129, 30, 0, 260), keys=(129, 70, 5, 40), **LENGTHS | {"head_dim": 80}),
+        PAIR | {"split_d": True},
+    ),
     "functions": (
         Case(
             queries=(70, 200, 1, 0, 20),
@@ -196,7 +200,7 @@ CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", only(CASES, "causal", "used", "window", "two programs of two warpgroups", "computed again")
+    "name", only(CASES, "causal", "used", "window", "two programs of two warpgroups, heads in parts", "computed again")
 )
 def test_packed_sequences_are_right(name: str) -> None:
     case, changes = CASES[name]

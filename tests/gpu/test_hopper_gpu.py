@@ -68,6 +68,7 @@ VARIANTS = (
     ("fwd-bf16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
     ("fwd-bf16-d64", PAIR),
     ("fwd-fp16-d64-causal", {**PAIR, "masked_blocks": "branch"}),
+    ("fwd-fp16-d80", {**PAIR, "split_d": True}),
     ("fwd-fp16-d64-causal-offset", {"warpgroups": 3, "masked_blocks": "branch"}),
     ("fwd-bf16-d128-causal", {"warpgroups": 2, "masked_blocks": "one"}),
     ("fwd-bf16-d128-causal", {"warpgroups": 2, "masked_blocks": "branch", "exp_order": "free"}),
