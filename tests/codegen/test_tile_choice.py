@@ -262,6 +262,13 @@ def test_keys_before_all_queries_take_longer_in_tiles_that_load_them_often() -> 
         assert {shape_of(balanced(each, spec, sizes, H200))[0] for each in (small, usual)} == {expected}
 
 
+def test_ctas_that_share_keys_have_the_tile_of_two_warpgroups_that_is_alone_on_an_sm() -> None:
+    spec, sizes = spec_of(64, False), Sizes(batch=1, nheads=8, nheads_k=8, seqlen_q=303, seqlen_k=3718)
+    for tile in TILES[64, False]:
+        found = balanced(config_of(spec, tile), spec, sizes, H200)
+        assert (found["split_keys"], *shape_of(found), found["blocks_per_sm"]) == (True, 2, 128, 1)
+
+
 def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     spec, sizes = spec_of(128, False), Sizes(batch=1, nheads=12, nheads_k=3, seqlen_q=1664, seqlen_k=1664)
     packed = default_config(spec, H200).replace(packed_heads=4)

@@ -60,7 +60,7 @@ FILLING_ROWS = 256
 """Queries for each SM with which a launch keeps all of them busy: one that does not meets no power limit."""
 
 SHARED_WARPGROUPS = 2
-"""Of the tile whose keys CTAs share."""
+"""Of the tile whose keys CTAs share, alone on its SM."""
 
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -97,10 +97,10 @@ def for_shares(spec: Specialization, config: Config, device: Device) -> Config:
     """
     tiles = _tiles(spec)
     own = _own(tiles, config)
-    if own is None or tiles[own].warpgroups == SHARED_WARPGROUPS:
+    shared = next((tile for tile in tiles if tile.warpgroups == SHARED_WARPGROUPS), None)
+    if own is None or shared is None or tiles[own] is shared:
         return config
-    tile = next((tile for tile in tiles if tile.warpgroups == SHARED_WARPGROUPS), None)
-    return with_tile(spec, config, tile, device) if tile else config
+    return with_tile(spec, config, shared, device)
 
 
 def others(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
