@@ -49,13 +49,18 @@ def race_all(
         device = executor.describe().device
         compiler = stack.enter_context(make_compiler(device, options.jobs or usable_cpus()))
         for workload in workloads_of(device):
-            if workload.key in done:
+            if workload.key in done or not _is_asked_for(workload, options):
                 continue
             if time.monotonic() - began > options.limit_seconds:
                 return STOPPED
             add_rows(options.file, COLUMNS, raced_one(executor, compiler, workload))
             print(f"{workload.key}: done", file=sys.stderr, flush=True)
     return 0
+
+
+def _is_asked_for(workload: Workload, options: argparse.Namespace) -> bool:
+    masks = ("causal" if workload.causal else "full", None)
+    return options.mask in masks and (not options.head_dim or workload.head_dim in options.head_dim)
 
 
 def add_race_arguments(parser: argparse.ArgumentParser, *, fit: str) -> None:
@@ -68,6 +73,8 @@ def add_race_arguments(parser: argparse.ArgumentParser, *, fit: str) -> None:
     parser.add_argument(
         "--target", default="h200", help="the GPU of the file, as `flashgen devices` has it (%(default)s)"
     )
+    parser.add_argument("--head-dim", type=int, action="append", help="race these alone; may be repeated")
+    parser.add_argument("--mask", choices=("full", "causal"), help="race such passes alone")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all races, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
     parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")

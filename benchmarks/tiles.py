@@ -2,6 +2,7 @@
 
 python -m benchmarks.tiles FILE.csv [--limit-seconds 300]     races every tile of `tiles.TILES` on a GPU
 python -m benchmarks.tiles FILE.csv --candidates --short      other classes, too, and shapes of 128 to 512 queries
+python -m benchmarks.tiles FILE.csv --head-dim 64 --mask full one class alone
 python -m benchmarks.tiles FILE.csv --fit                     from such a file, without a GPU
 python -m benchmarks.tiles FILE.csv --served [--dtype fp16]   likewise
 

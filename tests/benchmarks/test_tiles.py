@@ -55,6 +55,17 @@ def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
     assert capsys.readouterr().out.count("left out:") == len(TILES) + len(CANDIDATES)
 
 
+def test_some_classes_race_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "SHAPES", ("b1-h8-s2048",))
+    monkeypatch.setattr(tile_races, "make_executor", lambda gpu: FakeExecutor(clock=Clock()))
+    monkeypatch.setattr(
+        tile_races, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0.0))
+    )
+    path = tmp_path / "tiles.csv"
+    assert tiles.main([str(path), "--head-dim", "64", "--head-dim", "128", "--mask", "full"]) == 0
+    assert {row["workload"].removeprefix("fwd-bf16-b1-h8-hk8-sq2048-sk2048-") for row in read(path)} == {"d64", "d128"}
+
+
 def test_what_serves_is_printed_by_the_tile_that_it_takes_the_place_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert tiles.main([str(TIMES), "--served"]) == 0
     lines = capsys.readouterr().out.splitlines()
