@@ -192,9 +192,11 @@ class CachedCall:
         """The queries, rotated if asked for, once the new keys and values are in the cache."""
         is_rotated, is_packed = self.rotary.get("rotary_cos") is not None, self.cu_seqlens_k_new is not None
         is_placed, is_alone = self.scores["causal"] or self.window != (None, None), False
-        if is_rotated and batch and (is_packed or self.cu_seqlens_q is not None):
+        if is_rotated and (is_packed or self.cu_seqlens_q is not None):
             caches, ends, is_alone = (self.k_cache, self.v_cache), self.cu_seqlens_q, True
-            q = rotated_queries(q, caches, self._first(batch), ends=ends, in_order=is_placed, rotary=self.rotary)
+            if batch:
+                first = self._first(batch)
+                q = rotated_queries(q, caches, first, ends=ends, in_order=is_placed, rotary=self.rotary)
         if is_packed:
             self._append_packed(k, v, batch)
             return q
@@ -270,11 +272,14 @@ class CachedCall:
                     "flashgen's flash_attn_with_kvcache takes cache_leftpad over pages that lie one behind the other, "
                     f"got strides {caches[0].stride()} and {caches[1].stride()}"
                 )
-            lengths = (lengths - self.cache_leftpad).clamp_(min=0)
+            room = self.block_table.shape[1] * caches[0].shape[1]
+            lengths = (lengths.clamp(max=room) - self.cache_leftpad).clamp_(min=0)
             behind = replace(self, block_table=found[2], cache_leftpad=None)
             return behind._attended(q, found[:2], lengths, return_lse)
         if self.cu_seqlens_q is None and q.dim() == 4 and 0 < q.shape[1] <= MAX_SEQLEN_Q:
             return self._decoded(q, caches, lengths, return_lse)
+        if self.block_table is None and caches[0].dim() > 1:  # what lies behind the slots is another sequence's
+            lengths = lengths.clamp(max=caches[0].shape[1])
         keys = packed_keys(
             *caches, lengths, block_table=self.block_table, leftpad=self.cache_leftpad, batch_idx=self.cache_batch_idx
         )

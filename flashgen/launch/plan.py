@@ -238,14 +238,16 @@ class EmptyPlan:
         q_offset: int | torch.Tensor | None = None,
         features: Features | None = None,
     ) -> None:
-        """Fill `out` with 0, and `lse` with -inf or the sinks."""
+        """Fill `out` with 0, and `lse` with -inf or, where a row is a query's, the sinks."""
         out.zero_()
         if lse is None:
             return
         if features is None or features.sinks is None:
             lse.fill_(float("-inf"))
-        else:
-            lse.copy_(features.sinks.view(1, -1, 1).expand_as(lse))
+            return
+        lse.copy_(features.sinks.view(1, -1, 1).expand_as(lse))
+        if features.cu_seqlens_q is not None:
+            lse.masked_fill_(~_rows_of_queries(features, lse.shape[-1]), float("-inf"))
 
 
 class EmptyBackwardPlan:
@@ -259,11 +261,28 @@ class EmptyBackwardPlan:
         features: Features | None = None,
         with_neg_delta: bool = True,
     ) -> torch.Tensor:
-        """Fill the gradients with 0; `out` is 0, so neg_delta is `dlse`, or zeros."""
+        """Fill the gradients with 0; `out` is 0, so neg_delta is `dlse` where a row is a query's, or zeros."""
         for gradient in (tensors.dq, tensors.dk, tensors.dv, tensors.dbias):
             if gradient is not None:
                 gradient.zero_()
-        return torch.zeros_like(tensors.lse) if tensors.dlse is None else tensors.dlse
+        if tensors.dlse is None or features is None or features.cu_seqlens_q is None:
+            return torch.zeros_like(tensors.lse) if tensors.dlse is None else tensors.dlse
+        return torch.where(_rows_of_queries(features, tensors.lse.shape[-1]), tensors.dlse, 0.0)
+
+
+def _rows_of_queries(features: Features, rows: int) -> torch.Tensor:
+    """Whether each of some packed rows is one of the queries of a sequence, bool (rows,)."""
+    ends, used = features.cu_seqlens_q, features.seqused_q
+    assert ends is not None
+    if len(ends) < 2:
+        return torch.zeros(rows, dtype=torch.bool, device=ends.device)
+    row = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    number = torch.searchsorted(ends[1:].contiguous(), row, right=True)
+    number = number.clamp_(max=len(ends) - 2)  # rows behind the last sequence are at or behind its end
+    begins, behind = ends[number], ends[number + 1]
+    if used is not None:
+        behind = torch.minimum(behind, begins + used[number])
+    return (begins <= row) & (row < behind)
 
 
 _KINDS = {"forward": (EmptyPlan, TritonForward), "backward": (EmptyBackwardPlan, TritonBackward)}

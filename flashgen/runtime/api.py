@@ -28,6 +28,7 @@ from flashgen.runtime.ops.keys import (
     can_bypass_dispatcher,
     have_plain_functions,
     is_tracked,
+    refuse_lists_mapped_alone,
     refuse_tangents,
     tensors_of,
 )
@@ -200,7 +201,9 @@ def attention(  # noqa: C901, PLR0912 - in one piece, because every call of a fu
                 and (not features.mods or have_plain_functions(features))
             )
             if not (bypasses_dispatcher or is_traced):
-                refuse_tangents("attention", (q, k, v, *tensors_of(features), *features.aux))
+                tensors = (q, k, v, *tensors_of(features))
+                refuse_tangents("attention", (*tensors, *features.aux))
+                refuse_lists_mapped_alone("attention", tensors, features)
             if torch.is_grad_enabled() and requires_gradient(
                 q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
             ):

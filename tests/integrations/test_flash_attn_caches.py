@@ -153,3 +153,48 @@ def test_positions_of_rotation_without_angles_say_nothing() -> None:
             for more in ({"rotary_seqlens": places}, {})
         ]
         assert_same(*found)
+
+
+@pytest.mark.parametrize(("queries", "is_packed"), [(17, False), (1, True), (17, True)])
+@pytest.mark.parametrize("kind", ["rows", "leftpad", "batch_idx", "leftpad and batch_idx"])
+def test_a_length_behind_the_slots_of_a_row_is_all_of_it(queries: int, kind: str, is_packed: bool) -> None:
+    """A new key without a slot is left out, and what lies behind the slots is another sequence's."""
+    longer = [randn(B + 1, SLOTS + 16, HK, width) for width in (D, DV)]
+    for cache in longer:
+        cache[:, SLOTS:] = float("nan")
+    k_cache, v_cache = (cache[:, :SLOTS] for cache in longer)
+    first, rows = ((3, 5) if "leftpad" in kind else (0, 0)), ((2, 0) if "batch_idx" in kind else (0, 1))
+    given: dict[str, Any] = {"cache_leftpad": torch.tensor(first, dtype=torch.int32)} if "leftpad" in kind else {}
+    given |= {"cache_batch_idx": torch.tensor(rows, dtype=torch.int32)} if "batch_idx" in kind else {}
+    q, new = randn(B, queries, H, D), [randn(B, 1, HK, width, seed=3) for width in (D, DV)]
+    asked, places = q, {}
+    if is_packed:
+        asked, places = q.flatten(0, 1), {"cu_seqlens_q": ends((queries,) * B), "max_seqlen_q": queries}
+    lengths = torch.tensor([SLOTS, SLOTS + 4], dtype=torch.int32)
+    out, lse = flash_attn_interface.flash_attn_with_kvcache(
+        asked, k_cache, v_cache, *new, cache_seqlens=lengths, return_softmax_lse=True, **given, **places
+    )
+    out = out.view(B, queries, H, DV)
+    lse = lse.view(H, B, queries).transpose(0, 1) if is_packed else lse
+    for b in range(B):
+        keys, values = (cache[rows[b], first[b] :][None] for cache in (k_cache, v_cache))
+        expected = plain(q[b][None], keys, values)
+        assert_same((out[b], lse[b]), (expected[0][0], expected[1][0]))
+
+
+def test_packed_queries_of_no_sequence_take_angles() -> None:
+    """As they do without, and as queries in rows do."""
+    none, angles = randn(0, 3, HK, D), randn(SLOTS, D // 2)
+    out = flash_attn_interface.flash_attn_with_kvcache(
+        randn(0, H, D),
+        randn(1, SLOTS, HK, D),
+        randn(1, SLOTS, HK, D),
+        none,
+        none,
+        cache_seqlens=torch.zeros(0, dtype=torch.int32),
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+        max_seqlen_q=1,
+        rotary_cos=angles,
+        rotary_sin=angles,
+    )
+    assert out.shape == (0, H, D)

@@ -119,3 +119,24 @@ def merged_with_gradient(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.
     weights = lses.masked_fill(~seen, -1e4).softmax(0) * seen
     out = (weights[..., None] * outs.masked_fill(~seen[..., None], 0.0)).sum(0)
     return out, torch.where(seen.any(0), lses.masked_fill(~seen, -1e4).logsumexp(0), -INF)
+
+
+def test_merged_states_have_gradients_under_transforms() -> None:
+    outs, lses = torch.randn(2, BATCH, HEADS, ROWS, 16), torch.randn(2, BATCH, HEADS, ROWS)
+
+    def loss(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
+        out, lse = flashgen.merge_states([outs[0], outs[1]], [lses[0], lses[1]])
+        return out.square().sum() + lse.sum()
+
+    leaves = [outs.clone().requires_grad_(), lses.clone().requires_grad_()]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for one, other in zip(torch.func.grad(loss, (0, 1))(outs, lses), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    twice = [torch.stack([one, one]) for one in (outs, lses)]
+    for one, other in zip(torch.vmap(torch.func.grad(loss, (0, 1)))(*twice), expected, strict=True):
+        torch.testing.assert_close(one[1], other)
+    found = torch.vmap(lambda a, b: flashgen.merge_states([a, a], [b, b]))(outs, lses)
+    for number in range(2):
+        right = flashgen.merge_states([outs[number]] * 2, [lses[number]] * 2)
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one[number], other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.families import family
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.values import Features
 from flashgen.launch import driver
+from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.feature_arguments import LOG2E
 from flashgen.launch.geometry import Geometry
-from flashgen.launch.plan import EmptyPlan, check_capture, load, make_plan
+from flashgen.launch.plan import EmptyBackwardPlan, EmptyPlan, check_capture, load, make_plan
 from flashgen.launch.triton_plan import TritonPlan
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import KERNELS, kernel, tensors
@@ -117,6 +120,26 @@ def test_nothing_to_compute_launches_nothing(shape: tuple[int, int, int, int, in
     assert torch.all(out == 0)
     assert torch.all(lse == float("-inf"))
     assert cuda.launches == []
+
+
+@pytest.mark.parametrize("used", [None, (1, 0, 2)])
+def test_sinks_are_the_lse_of_rows_that_a_sequence_has_though_there_is_no_key(used: tuple[int, ...] | None) -> None:
+    """Of sequences of 1, 2 and 2 queries with a row behind them, all or some of which are used."""
+    ends = torch.tensor([0, 1, 3, 5], dtype=torch.int32)
+    seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
+    features = Features(sinks=torch.tensor([0.5, 1.5]), cu_seqlens_q=ends, cu_seqlens_k=ends * 0, seqused_q=seqused)
+    q, none = torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 0, 8)
+    out, lse = torch.full_like(q, math.nan), torch.full((1, 2, 6), math.nan)
+    EmptyPlan()(q, none, none, out, lse, features=features)
+    rows = torch.tensor([True] * 5 + [False] if used is None else [True, False, False, True, True, False])
+    assert not out.any()
+    assert torch.equal(lse[0], torch.where(rows, features.sinks[:, None], -math.inf))
+    of_lse = torch.ones_like(lse)
+    given = BackwardTensors(*([None] * len(BackwardTensors._fields)))._replace(lse=lse, dlse=of_lse)
+    assert torch.equal(EmptyBackwardPlan()(given, features=features)[0], rows.float().expand(2, 6))
+    no_sequence = dataclasses.replace(features, cu_seqlens_q=ends[:1], seqused_q=None)
+    EmptyPlan()(q, none, none, out, lse, features=no_sequence)
+    assert (lse == -math.inf).all()
 
 
 def test_a_kernel_is_loaded_once_a_device_and_asks_for_its_shared_memory(cuda: FakeDriver) -> None:

@@ -184,3 +184,10 @@ def test_a_call_without_rows_leaves_its_tables_a_gradient_of_0(by_reference: ByR
     out = flashgen.attention(q, k, v, score_mod=bent, aux=(table, ids, slopes))
     found = torch.autograd.grad(out.sum(), (table, slopes))
     assert not any(bool(one.any()) for one in found)
+
+
+def test_a_learned_table_is_refused_by_name_under_a_compiler(by_reference: ByReference) -> None:
+    """Dynamo would else name a reader of fields that it does not know."""
+    compiled: Any = torch.compile(flashgen.attention, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"have no gradient through a mask_mod alone, nor under torch\.compile"):
+        compiled(*qkv(), score_mod=bent, aux=tables())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch.autograd import forward_ad
 
 import flashgen
@@ -95,19 +96,46 @@ def test_vmap_under_and_over_gradients() -> None:
 
     leaves = [x.clone().requires_grad_() for x in stacks]
     expected = torch.autograd.grad(sum(loss(*(x[i] for x in leaves)) for i in range(2)), leaves)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vmap calls an op without a rule of its own in a loop
-        found = [
-            torch.func.grad(mapped, argnums=(0, 1, 2))(*stacks),
-            torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*stacks),
-            torch.autograd.grad(mapped(*leaves), leaves),
-        ]
+    found = [
+        torch.func.grad(mapped, argnums=(0, 1, 2))(*stacks),
+        torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*stacks),
+        torch.autograd.grad(mapped(*leaves), leaves),
+    ]
     for gradients in found:
         for one, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of ops without a rule for batches
+def of_heads(b, h, q_idx, k_idx, last):  # type: ignore[no-untyped-def]
+    return k_idx <= tl.load(last + h)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap_over_what_a_function_loads_from(packed: bool) -> None:
+    """Torch looks for mapped tensors in no optional list: alone they are refused, and with q they are taken apart."""
+    last = torch.tensor([[3] * H, [5] * H], dtype=torch.int32)
+    rows = torch.randn(2, SQ, H, D) if packed else torch.randn(2, 1, H, SQ, D)
+    ends = torch.tensor([0, SQ], dtype=torch.int32)
+
+    def attend(x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        if packed:
+            return flashgen.attention_varlen(x, x, x, ends, max_seqlen_q=SQ, mask_mod=of_heads, aux=(last,))
+        return flashgen.attention(x, x, x, mask_mod=of_heads, aux=(last,))
+
+    function = "attention_varlen" if packed else "attention"
+    refused = rf"vmap maps flashgen\.{function} over aux tensors and block masks only together with q, k or v"
+    with pytest.raises(UnsupportedError, match=refused):
+        torch.vmap(attend, in_dims=(None, 0))(rows[0], last)
+    with pytest.raises(UnsupportedError, match=refused):
+        torch.vmap(lambda one: torch.func.grad(lambda x: attend(x, one).sum())(rows[0]))(last)
+    nested = torch.vmap(torch.vmap(attend, in_dims=(0, None)), in_dims=(None, 0))
+    with pytest.raises(UnsupportedError, match=refused):
+        nested(rows, last)
+    found = torch.vmap(attend)(rows, last)
+    for number in range(2):
+        torch.testing.assert_close(found[number], attend(rows[number], last[number]))
+
+
 @pytest.mark.parametrize("features", ["causal", "sinks", "bias of heads"])
 @pytest.mark.parametrize("asked", [(0, 1), (0,), (1,)], ids=["both", "output", "lse"])
 def test_gradients_for_a_batch_of_gradients(features: str, asked: tuple[int, ...]) -> None:
@@ -124,7 +152,6 @@ def test_gradients_for_a_batch_of_gradients(features: str, asked: tuple[int, ...
             torch.testing.assert_close(one[number], other)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # likewise
 @pytest.mark.parametrize("sinks", [False, True])
 def test_gradients_of_packed_sequences_for_a_batch_of_gradients(
     sinks: bool, emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch

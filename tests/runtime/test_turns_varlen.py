@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.core.errors import WorkloadError
 from flashgen.runtime.ops import serve
 from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed
 from tests.runtime.layouts import cut, evens, expanded, integers, odd, same, shifted, swapped
@@ -215,3 +216,25 @@ def test_calls_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
     turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
     turns.check(kinds_of(kinds), range(3))
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        (r"cu_seqlens_q is int32 \(batch \+ 1,\)", {"cu_seqlens_q": integers(0)}),
+        ("max_seqlen_q must be at most 2147483647", {"max_seqlen_q": 2**31}),
+        ("max_seqlen_k must be at most 2147483647", {"max_seqlen_k": 2**40}),
+    ],
+)
+def test_what_is_refused_at_first_is_refused_behind_calls_of_its_kind(
+    turns: Turns, rule: str, changes: dict[str, Any]
+) -> None:
+    for size in range(4):
+        turns.launched(varlen(size))
+    assert serve._OPEN
+    q = torch.zeros(40, 4, 64, dtype=torch.bfloat16)
+    given = {"cu_seqlens_q": integers(6), "max_seqlen_q": 20, "cu_seqlens_k": integers(6), "max_seqlen_k": 30} | changes
+    if len(given["cu_seqlens_q"]) != 6:
+        given["cu_seqlens_k"] = given["cu_seqlens_q"]
+    with pytest.raises(WorkloadError, match=rule):
+        flashgen.attention_varlen(q, q[:, :2], q[:, :2], **given)

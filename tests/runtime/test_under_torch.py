@@ -173,9 +173,7 @@ def test_what_torch_has_to_see_goes_through_the_dispatcher(name: str, dispatched
 def test_a_transform_and_a_trace_see_the_op(dispatched: list[str]) -> None:
     q, k, v = numbers()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # vmap calls an op without a rule of its own in a loop, and tracing is deprecated
+        warnings.simplefilter("ignore")  # tracing is deprecated
         mapped = torch.vmap(flashgen.attention)(*(torch.stack([x, 2 * x]) for x in (q, k, v)))
         assert dispatched == ["attention"]
         torch.testing.assert_close(mapped[1], flashgen.attention(2 * q, 2 * k, 2 * v))

@@ -35,13 +35,10 @@ def learned_attention(
     Raises:
         UnsupportedError: torch.compile, a transform of functions, a dispatch mode or a subclass of tensors is at work.
     """
+    if is_dynamo_compiling():  # which knows nothing of the reader of the fields
+        raise UnsupportedError(FUNCTIONS.no_gradient)
     tensors = (*differentiable_of(features), *features.aux)
-    if (
-        is_dynamo_compiling()
-        or is_transformed()
-        or torch._C._len_torch_dispatch_stack()
-        or not are_plain((q, k, v, *tensors))
-    ):
+    if is_transformed() or torch._C._len_torch_dispatch_stack() or not are_plain((q, k, v, *tensors)):
         raise UnsupportedError(FUNCTIONS.no_gradient)
     found: Tensor | tuple[Tensor, Tensor]
     found = functions.Learned.apply(  # type: ignore[no-untyped-call]

@@ -23,12 +23,18 @@ def merge_with_gradient(outs: States, lses: States, layout: str, dtype: torch.dt
 class _MergeStates(torch.autograd.Function):
     """With p = exp(lses - lse): d outs = p * dout, and d lses = p * (dout . (outs - out) + dlse)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, outs: Tensor, lses: Tensor, layout: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        out, lse = merge_op(outs, lses, layout, dtype)
-        ctx.save_for_backward(outs, lses, out, lse)
+    def forward(outs: Tensor, lses: Tensor, layout: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        merged: tuple[Tensor, Tensor] = merge_op(outs, lses, layout, dtype)
+        return merged
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        outs, lses, layout, _ = inputs
+        ctx.save_for_backward(outs, lses, *output)
         ctx.swaps_heads = layout != "bhsd"
-        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:

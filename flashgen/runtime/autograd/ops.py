@@ -15,6 +15,7 @@ from flashgen.core.features import table
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops.backward import attention_backward_kernel, is_deterministic
 from flashgen.runtime.ops.backward_calls import check_outputs
+from flashgen.runtime.ops.batching import map_one_by_one
 from flashgen.runtime.ops.calls import check_lse
 from flashgen.runtime.ops.fakes import backward_fake, forward_fake
 from flashgen.runtime.ops.forward import LIBRARY, attention_features_kernel, attention_kernel
@@ -218,3 +219,5 @@ torch.library.register_fake("flashgen::attention_train", forward_fake(TRAINED.re
 torch.library.register_fake("flashgen::attention_backward", backward_fake, lib=LIBRARY)
 torch.library.register_autograd("flashgen::attention_train", _differentiate, setup_context=_save, lib=LIBRARY)
 torch.library.register_autograd("flashgen::attention_backward", _refuse, lib=LIBRARY)
+for _name in ("attention_train", "attention_backward"):
+    map_one_by_one(_name, LIBRARY)

@@ -17,6 +17,7 @@ from flashgen.core.features.values import Features
 from flashgen.runtime.ops import mods as user_mods
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.backward_calls import BackwardCall
+from flashgen.runtime.ops.batching import map_one_by_one
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.fakes import forward_fake
 from flashgen.runtime.ops.keys import (
@@ -256,6 +257,7 @@ for _name, (_kernel, _fake) in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):  # the CPU's raises an error
         LIBRARY.impl(_name, _kernel, _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"flashgen::{_name}", _fake, lib=LIBRARY)
+    map_one_by_one(_name, LIBRARY)
 
 attention_op = torch.ops.flashgen.attention.default
 attention_lse_op = torch.ops.flashgen.attention_lse.default

@@ -135,6 +135,39 @@ def refuse_tangents(function: str, tensors: tuple[torch.Tensor | None, ...]) -> 
         raise UnsupportedError(f"flashgen.{function} has no forward-mode derivative; use torch.func.vjp or grad")
 
 
+def refuse_lists_mapped_alone(function: str, tensors: tuple[torch.Tensor | None, ...], features: Features) -> None:
+    """Refuse calls that `vmap` maps by what functions of the caller load from, or by a block mask, and by nothing else.
+
+    Those are optional lists of an op, in which torch does not look for mapped tensors.
+
+    Args:
+        function: which is called.
+        tensors: all others of a call that does not bypass the dispatcher.
+        features: of that call.
+
+    Raises:
+        UnsupportedError: it is mapped so.
+    """
+    lists = features.aux if features.block_mask is None else (*features.aux, *_lists_of(features.block_mask))
+    if lists and is_transformed() and not _mapped(lists) <= _mapped(tensors):
+        raise UnsupportedError(
+            f"vmap maps flashgen.{function} over aux tensors and block masks only together with q, k or v, got them "
+            "alone: map q, too, expanded to as many"
+        )
+
+
+def _mapped(tensors: tuple[torch.Tensor | None, ...]) -> set[int]:
+    """The levels of `vmap` that map these."""
+    functorch, found = torch._C._functorch, set()
+    for tensor in tensors:
+        inner = tensor
+        while inner is not None and functorch.is_functorch_wrapped_tensor(inner):
+            if functorch.is_batchedtensor(inner):
+                found.add(functorch.maybe_get_level(inner))
+            inner = functorch.get_unwrapped(inner)
+    return found
+
+
 def is_tracked(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether a transform of `torch.func`, or autograd around it, asks for a gradient of one of these.
 

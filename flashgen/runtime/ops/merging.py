@@ -12,6 +12,7 @@ from flashgen.codegen.merge_states import MOST_SEPARATE, MergeSpec, merge_kernel
 from flashgen.core.checks import MAX_SIZE
 from flashgen.core.errors import WorkloadError
 from flashgen.core.quoting import shown
+from flashgen.runtime.ops.batching import map_one_by_one
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
 from flashgen.runtime.ops.helpers import has_aligned_rows, launcher, remember, used_strides
@@ -198,6 +199,7 @@ for _name in ("merge_states", "merge_states_list"):
     for _key in ("CPU", "CUDA"):  # the CPU's raises an error, or interprets
         LIBRARY.impl(_name, merge, _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"flashgen::{_name}", _fake, lib=LIBRARY)
+    map_one_by_one(_name, LIBRARY)
 
 merge_op = torch.ops.flashgen.merge_states.default
 merge_list_op = torch.ops.flashgen.merge_states_list.default

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashgen.core.alignment import ALIGNMENT_BYTES
+from flashgen.core.checks import MAX_SIZE
 from flashgen.core.errors import LaunchError
 from flashgen.core.features import table
 from flashgen.core.features.sequences import VARLEN
@@ -85,6 +86,8 @@ class _OpenPacked:
         if sizes is None or sizes.batch != 1 or not batch:
             return None
         queries, keys = features.max_seqlens
+        if (queries | keys) > MAX_SIZE:  # which is all ones
+            return None
         seen = visible_keys(keys, *self._window, has_window=self._has_window)
         rows = min(sizes.seqlen_q, batch * queries)
         packed = PackedSizes(batch, sizes.nheads, sizes.nheads_k, rows, queries, keys, seen)
@@ -172,4 +175,4 @@ def _sequences(features: Features, q: Tensor) -> int:
             or not one.is_contiguous()
         ):
             return 0
-    return size - 1
+    return max(size - 1, 0)

@@ -17,6 +17,7 @@ from flashgen.runtime.ops.keys import (
     are_plain,
     can_bypass_dispatcher,
     have_plain_functions,
+    refuse_lists_mapped_alone,
     refuse_tangents,
     tensors_of,
 )
@@ -232,7 +233,9 @@ def attention_varlen(
             and (not features.mods or have_plain_functions(features))
         )
         if not (bypasses_dispatcher or is_traced):
-            refuse_tangents("attention_varlen", (q, k, v, *tensors_of(features), *features.aux))
+            tensors = (q, k, v, *tensors_of(features))
+            refuse_tangents("attention_varlen", (*tensors, *features.aux))
+            refuse_lists_mapped_alone("attention_varlen", tensors, features)
         if bypasses_dispatcher and has_numbers_alone and not paged and num_decodes == 0:
             found = attend_rows(q, k, v, causal, softmax_scale, deterministic, return_lse, features)
         else:

@@ -21,6 +21,7 @@ from flashgen.runtime.lookup.mixed import launches
 from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops import mods as user_mods
 from flashgen.runtime.ops import serve
+from flashgen.runtime.ops.batching import map_one_by_one
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.fakes import check
 from flashgen.runtime.ops.generated import of_scores_function
@@ -225,3 +226,4 @@ def _fake(
 for _key in ("CUDA", "CPU"):  # the CPU's raises an error
     LIBRARY.impl("attention_mixed", _run, _key)  # type: ignore[no-untyped-call]
 torch.library.register_fake("flashgen::attention_mixed", _fake, lib=LIBRARY)
+map_one_by_one("attention_mixed", LIBRARY)
