@@ -146,7 +146,7 @@ def merge(
     whole = merged(*sides, list(zip(stored, pairs, strict=True)), run=new_run(), host=host)
     count = export_records(whole.records, target, origins=whole.origins, replaced=whole.replaced)
     shown = [pair for pair in pairs if pair.first is not None and pair.second is not None and pair.verdict != "same"]
-    _print_pairs(shown, as_json=json)
+    _print_pairs(shown, as_json=json, compared=pairs)
     if any(pair.verdict == "undecided" for pair in pairs):
         output.note(POLICY)
     output.note(f"{plural(count, 'record')} written to {target}")
@@ -298,14 +298,15 @@ def _side(path: Path) -> Side:
         return Side(path=path, known=whole(store.reader))
 
 
-def _print_pairs(pairs: Sequence[Pair], *, as_json: bool) -> None:
+def _print_pairs(pairs: Sequence[Pair], *, as_json: bool, compared: Sequence[Pair] | None = None) -> None:
+    """Pairs that are listed, and how many of all that were compared, where those are more, ended how."""
     if as_json:
         output.print_json([_pair_json(pair) for pair in pairs])
         return
     if pairs:
         columns = ("workload", "device", "provenance", "A ms", "B ms", "verdict", "why")
         output.print_table(columns, [_pair_row(pair) for pair in pairs])
-    counts = Counter(NAMES.get(pair.verdict, pair.verdict) for pair in pairs)
+    counts = Counter(NAMES.get(pair.verdict, pair.verdict) for pair in (pairs if compared is None else compared))
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     output.say(said or "no difference")
 

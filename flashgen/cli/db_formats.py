@@ -47,6 +47,8 @@ def export_trials(name: str, target: str, *, device: Device | None, everything: 
 
     with Layers.open() as layers:
         logs = [log for log, _ in layers.searches(device=device, run=run, first_only=not everything)]
+    if run is not None and not any(log.trials for log in logs):
+        raise DatabaseError(f"an export of a run needs its trials, and none of run {run!r} is stored here")
     _WRITERS[name](logs, target)
 
 

@@ -88,7 +88,7 @@ def _device(logs: list[tuple[str, SearchLog]], records: list[TuningRecord], name
     if not kinds:
         raise DatabaseError("what to learn from are records or tables, and there are none")
     if len(kinds) > 1:
-        raise CommandLineError(f"--device names one of {', '.join(sorted(kinds))}")
+        raise CommandLineError(f"--device says which of {', '.join(sorted(kinds))}, of all of which there are records")
     return next(iter(kinds.values()))
 
 

@@ -110,12 +110,12 @@ def applicable(spec: Specialization, device: Device, only: Sequence[str] = ()) -
         ConfigError: `only` names a family that there is not.
         UnsupportedError: there is none; the message lists every family with its reason.
     """
-    among = {family(name).id for name in only} or {row.id for row in _rows(spec)}
-    rows = tuple(row for row in _rows(spec) if row.id in among and unsupported(row, spec, device) is None)
+    named = tuple(dict.fromkeys(family(name) for name in only))
+    rows = tuple(row for row in _rows(spec) if (not named or row in named) and unsupported(row, spec, device) is None)
     if not rows:
-        why = {name: reason for name, reason in reasons(spec, device).items() if name in among}
-        listed = "; ".join(f"{name}: {reason}" for name, reason in why.items())
-        raise UnsupportedError(f"no kernel family serves {spec.key} on {device.name} ({device.arch}): {listed}")
+        listed = "; ".join(f"{row.id}: {unsupported(row, spec, device)}" for row in named or _rows(spec))
+        which = "no kernel family that is named" if named else "no kernel family"
+        raise UnsupportedError(f"{which} serves {spec.key} on {device.name} ({device.arch}): {listed}")
     return rows
 
 

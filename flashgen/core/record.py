@@ -152,6 +152,11 @@ class Versions:
     torch: str = ""
     driver: str = ""
 
+    @property
+    def released(self) -> Versions:
+        """The same without the commit of flashgen, which changes without a change of what is measured."""
+        return replace(self, flashgen=self.flashgen.partition("+")[0])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:

@@ -7,11 +7,11 @@ its records are shown; nobody's is believed over the other's.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from flashgen.core.history import Origin
-from flashgen.core.record import TuningRecord, Versions
+from flashgen.core.record import TuningRecord
 from flashgen.db.exchange import IsCurrent, better, raced
 from flashgen.db.past import Whole
 
@@ -63,10 +63,10 @@ def compare(first: Whole, second: Whole, is_current: IsCurrent | None = None) ->
 def why_incomparable(one: TuningRecord, other: TuningRecord) -> str | None:
     """The reason why two records' times were not taken in the same way, None if they were."""
     if one.measurement is None or other.measurement is None:
-        same = _released(one.versions) == _released(other.versions)
+        same = one.versions.released == other.versions.released
         return None if same else "a prediction is compared with none of another version"
     for name in ("flashgen", "triton", "torch", "driver"):
-        mine, others = (getattr(_released(each.versions), name) for each in (one, other))
+        mine, others = (getattr(each.versions.released, name) for each in (one, other))
         if mine != others or not mine:
             return f"versions of {name} differ or are not known ({mine or 'unknown'}, {others or 'unknown'})"
     if not one.baselines or [each.impl for each in one.baselines] != [each.impl for each in other.baselines]:
@@ -76,11 +76,6 @@ def why_incomparable(one: TuningRecord, other: TuningRecord) -> str | None:
     if bool(one.measurement.hard_times_ms) != bool(other.measurement.hard_times_ms):
         return "one has no times on hard data"
     return None
-
-
-def _released(versions: Versions) -> Versions:
-    """The same without the commit of flashgen, which changes without a change of what is measured."""
-    return replace(versions, flashgen=versions.flashgen.partition("+")[0])
 
 
 def _pair(

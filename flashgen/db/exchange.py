@@ -218,7 +218,9 @@ def better(
     3. Measured: the faster one, by the geometric mean of both times where both have them, and by the ratio to the
        reference kernel of the same race where that was the same for both (absolute times of different races do not
        compare on a card that changes its clock), else by the medians, if the two differ by more than `NOISE`.
-    4. Otherwise (nearly as fast, or both predicted): the newer one; one of the future was made at an unknown time.
+    4. Both predicted, by one version: what is predicted to be faster.
+    5. Otherwise (as fast, or predicted by different versions): the newer one; one of the future was made at an unknown
+       time.
     """
     if (won := raced(theirs, ours, their_origin, our_origin)) is not None:
         return won
@@ -229,6 +231,10 @@ def better(
         gain = _gain(theirs, theirs.measurement.balanced, ours, ours.measurement.balanced)
         if abs(gain) > NOISE:
             return gain > 0
+    times = theirs.predicted_ms or 0.0, ours.predicted_ms or 0.0
+    are_predicted = not theirs.measurement and not ours.measurement and all(times)
+    if are_predicted and theirs.versions.released == ours.versions.released and times[0] != times[1]:
+        return times[0] < times[1]
     return _made(theirs) > _made(ours)
 
 

@@ -318,4 +318,4 @@ class Store(StoredTrials):
 
 def _damage(connection: sqlite3.Connection) -> str:
     connection.execute("PRAGMA ignore_check_constraints = ON").close()  # expressions of whoever wrote the file
-    return str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+    return " ".join(str(connection.execute("PRAGMA quick_check(1)").fetchone()[0]).split())  # it has several lines

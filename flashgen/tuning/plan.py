@@ -14,6 +14,7 @@ from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.context import AnyStore, Options
 from flashgen.tuning.history import why_not_current
+from flashgen.tuning.predicted import why_not_ranked
 from flashgen.tuning.tune import check_arguments, grouped
 
 EVALUATE_S = 0.5
@@ -28,7 +29,7 @@ BACKWARD_FACTOR = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a run would do for a workload: `status` is `tune`, `skip` (a current record exists) or `unsupported`."""
+    """What a run would do for a workload: `status` is `tune`, `skip` (for the reason) or `unsupported`."""
 
     workload: Workload
     status: str
@@ -79,6 +80,10 @@ def _planned(
     except FlashgenError as error:
         return Planned(
             workload=workload, status="unsupported", candidates=0, stored_trials=0, expected_s=0.0, reason=str(error)
+        )
+    if not measured and (why := why_not_ranked(workload)):
+        return Planned(
+            workload=workload, status="skip", candidates=candidates.count, stored_trials=0, expected_s=0.0, reason=why
         )
     stored = _stored(workload, device, store, measured)
     record = store.record(workload, device) if store and not options.retune else None

@@ -38,6 +38,13 @@ TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config is taken."""
 
 
+def why_not_ranked(workload: Workload) -> str | None:
+    """Why there is nothing to rank for a workload without a GPU, or None."""
+    if workload.is_decode:
+        return "no model ranks steps of decoding, and no predicted record serves them: tune on that GPU"
+    return None
+
+
 class PredictedSearch:
     """One workload for a device that need not be present.
 

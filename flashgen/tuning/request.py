@@ -116,6 +116,10 @@ class Request:
             check_study(text("study", study, TuningError), (file, *settings().db_layers))
         if study is not None and named is not None:
             raise TuningError(f"a study keeps what is measured, and for a target nothing is, got {shown(target)}")
+        if named is not None and options is not None and options.until is not None:
+            raise TuningError(f"until is of what is measured, and for a target nothing is, got {shown(target)}")
+        if named is not None and index:
+            raise TuningError(f"a device measures, and for a target nothing is measured, got {index}, {shown(target)}")
         if not found and (options is None or options.reverify is None):
             raise TuningError("what is tuned is named by workloads, models, files or calls, and nothing was")
         own = set(part.of(found))

@@ -141,7 +141,8 @@ def make_executor(index: int) -> Executor:
 
     if not torch.cuda.is_available():
         raise DeviceError(
-            "measuring needs a GPU that torch can use, and there is none; --target h100, or target='h100', needs none"
+            "measuring needs a GPU that torch can use, and there is none; a search for another one needs none "
+            "(--target h100, or target='h100')"
         )
     return LocalExecutor(index)
 

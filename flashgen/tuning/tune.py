@@ -25,7 +25,7 @@ from flashgen.tuning.from_calls import LEAST_S, exact_record
 from flashgen.tuning.history import current_record
 from flashgen.tuning.learned_cost import LearnedCost
 from flashgen.tuning.measured import MeasuredSearch
-from flashgen.tuning.predicted import PredictedSearch, what_is_not_ranked
+from flashgen.tuning.predicted import PredictedSearch, what_is_not_ranked, why_not_ranked
 from flashgen.tuning.reverify import Reverification
 
 WITHOUT_NVML = (
@@ -172,7 +172,8 @@ def tune_one(
             day = record.created[:10] or "an unknown day"
             return ended(workload, "skipped", f"{record.provenance} on {day}", record)
         if executor is None:
-            return PredictedSearch(context, workload).run()
+            why = why_not_ranked(workload)
+            return ended(workload, "skipped", why) if why else PredictedSearch(context, workload).run()
         if context.options.reverify is not None:
             return _verified_again(context, executor, workload, following)
         return MeasuredSearch(context, executor, workload).run(lambda: _warm_up(context, executor, workload, following))

@@ -81,6 +81,16 @@ def test_a_merge_takes_the_faster_ones_and_overwrites_nothing(invoke: Invoke, si
     assert merged.read_bytes() == content
 
 
+def test_a_merge_of_files_with_nothing_in_common_counts_what_each_has(invoke: Invoke, tmp_path: Path) -> None:
+    export_records([A], tmp_path / "a.sqlite3")
+    export_records([current(replace(MEASURED, workload=SHORT))], tmp_path / "b.sqlite3")
+    merged = invoke(
+        "db", "merge", str(tmp_path / "a.sqlite3"), str(tmp_path / "b.sqlite3"), "-o", str(tmp_path / "c.sqlite3")
+    )
+    assert merged.stdout == "1 A, 1 B\n"
+    assert "2 records written" in merged.stderr
+
+
 def test_a_merge_that_cannot_be_written_races_nothing(
     invoke: Invoke, sides: tuple[str, str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

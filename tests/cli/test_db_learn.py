@@ -121,6 +121,8 @@ def test_a_format_of_trials_refuses_a_database_without_any(
     records(1)
     done = invoke("db", "export", tmp_path / "out", "--format", form, "--all")
     assert (done.exit_code, f"an export to {name} needs" in done.output) == (1, True)
+    of_a_run = invoke("db", "export", tmp_path / "out", "--format", form, "--run", "nobody")
+    assert (of_a_run.exit_code, "none of run 'nobody' is stored here" in of_a_run.output) == (1, True)
     assert not (tmp_path / "out").exists()
 
 
@@ -145,7 +147,7 @@ def test_figures_are_printed_for_machines(invoke: Invoke, nothing_ships: None) -
 def test_of_several_devices_one_is_named(invoke: Invoke) -> None:
     records(1)
     several = invoke("db", "learn")
-    assert (several.exit_code, "--device names one of" in several.output) == (2, True)
+    assert (several.exit_code, "--device says which of" in several.output) == (2, True)
 
 
 def test_what_is_no_table_of_the_device_and_no_place_is_an_error(

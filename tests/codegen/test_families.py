@@ -62,6 +62,22 @@ def test_a_default_is_that_of_the_fastest_family_that_applies(key: str, device: 
     assert default_config(Specialization.parse(key), find_device(device)).family == family_id
 
 
+@pytest.mark.parametrize(
+    ("key", "named", "rule"),
+    [
+        ("fwd-bf16-d64", "portable_decode", "it computes the decode pass, not forward"),
+        ("fwd-bf16-d64", "portable_backward_fused", "it computes the backward pass, not forward"),
+        ("dec-bf16-d64", "portable_forward", "it computes the forward pass, not decode"),
+        ("fwd-fp32-d64", "hopper_forward", "16"),
+    ],
+)
+def test_a_family_that_is_named_and_does_not_serve_has_its_reason(key: str, named: str, rule: str) -> None:
+    device = find_device("h200")
+    with pytest.raises(UnsupportedError, match=rf"^no kernel family that is named serves .*: {named}: .*{rule}"):
+        applicable(Specialization.parse(key), device, [named])
+    assert applicable(Specialization.parse(key), device)
+
+
 @pytest.mark.parametrize("device", ONE_OF_EACH_KIND, ids=lambda device: device.slug)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_default_is_valid(key: str, device: Device) -> None:

@@ -9,6 +9,7 @@ import pytest
 from flashgen.core.history import UNKNOWN, Origin, RunnerUp
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.db.comparison import compare, why_incomparable
+from flashgen.db.exchange import better
 from flashgen.db.past import Whole
 from tests.db.samples import CAUSAL, H100, MEASURED, PREDICTED, SHORT, hard, timed
 
@@ -32,6 +33,16 @@ def test_the_faster_of_two_that_compare_is_taken() -> None:
     assert verdict(FASTER, MEASURED) == "first"
     assert verdict(MEASURED, MEASURED) == "same"
     assert verdict(PREDICTED, replace(PREDICTED, predicted_ms=1.6)) == "first"
+
+
+def test_what_one_version_predicts_to_be_faster_is_taken_though_it_is_older() -> None:
+    newer = replace(PREDICTED, predicted_ms=1.6, created="2026-11-21T12:00:00+00:00")
+    assert newer.created > PREDICTED.created
+    assert (verdict(PREDICTED, newer), verdict(newer, PREDICTED)) == ("first", "second")
+    assert better(PREDICTED, newer)
+    assert not better(newer, PREDICTED)
+    other = replace(newer, versions=replace(newer.versions, flashgen="0.2.0"))
+    assert better(other, PREDICTED), "two versions have two models, and the newer one is known to be so"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tm
         ({"workloads": [ODD], "limit_s": -1.0}, "at least 5 s"),
         ({"workloads": [ODD], "store": 3}, "store"),
         ({"workloads": [ODD], "study": "s.log", "target": "h100"}, "a study keeps what is measured"),
+        ({"workloads": [ODD], "device": 3, "target": "h100"}, "for a target nothing is measured, got 3"),
         ({"workloads": [ODD], "study": "sqlite:////nowhere/x.db"}, "a study needs a storage"),
         ({"workloads": [ODD], "direction": "sideways"}, "a direction is one of"),
         ({"workloads": [ODD], "store": "sqlite:///x"}, "URL is not one of a file"),

@@ -14,12 +14,13 @@ from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.peak import least_ms
 from flashgen.core.record import Failure
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import Specialization, Workload
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates, by_prediction, ranking
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import CandidateRanked, Event, Warned, WorkloadStarted
+from flashgen.tuning.plan import plan
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import tune
 from tests.families import use_families
@@ -43,6 +44,19 @@ def test_without_a_gpu_records_are_predicted(store: Store, target: str) -> None:
     assert (row.source, row.sdpa_ratio, row.spread) == ("predicted", None, None)
     assert row.peak_share is not None
     assert 0.05 < row.peak_share < 1
+
+
+def test_steps_of_decoding_are_not_ranked_since_no_model_knows_them(store: Store) -> None:
+    """A record of the first candidate that compiles would say nothing, and no rung would read it."""
+    decode = Workload.parse("dec-bf16-b16-h32-hk8-sk1024-d64")
+    outcome, other = predicted(store, decode, CAUSAL).outcomes
+    assert (outcome.status, outcome.record, other.status) == ("skipped", None, "predicted")
+    assert "no model ranks steps of decoding" in outcome.reason
+    assert store.record(decode, H200) is None
+    (planned,) = plan([decode], device=H200, store=store, budget=Budget(trials=5), measured=False, jobs=1)
+    assert (planned.status, planned.expected_s, planned.reason) == ("skip", 0.0, outcome.reason)
+    (measured,) = plan([decode], device=H200, store=store, budget=Budget(trials=5), measured=True, jobs=1)
+    assert measured.status == "tune"
 
 
 def test_predictions_never_outrank_measurements(store: Store) -> None:
