@@ -212,7 +212,7 @@ def _print_audit(audit: _Audit) -> None:
         return
     output.say(
         f"{audit.path}: whole, {len(audit.records)} records ({audit.stale} of kernels that have changed), "
-        f"{audit.replaced} replaced ones, {audit.trials} trials, {len(audit.bad_rows)} bad rows"
+        f"{audit.replaced} replaced ones, {audit.trials} tried configs, {len(audit.bad_rows)} bad rows"
     )
     for reason, count in audit.changed.most_common():
         output.say(f"  {count} not current: {reason} (they serve; flashgen tune --reverify)")

@@ -284,7 +284,7 @@ def _event_line(event: Event, progress: Progress) -> str | None:
     if isinstance(event, Warned):
         return f"warning: {event.message}"
     if isinstance(event, WorkloadStarted):
-        resumed = f", {event.resumed_trials} trials from before" if event.resumed_trials else ""
+        resumed = f", {event.resumed_trials} tried before" if event.resumed_trials else ""
         place = f"[{progress.ended + 1}/{progress.total}]"
         return f"{place} {event.workload.key}: {event.candidates} candidates{resumed}, left {duration(progress.left_s)}"
     if isinstance(event, FinalsStarted):

@@ -74,7 +74,7 @@ class StationLines:
         if isinstance(event, Warned):
             return f"warning: {event.message}"
         if isinstance(event, WorkloadStarted):
-            resumed = f", {event.resumed_trials} trials from before" if event.resumed_trials else ""
+            resumed = f", {event.resumed_trials} tried before" if event.resumed_trials else ""
             return f"{event.workload.key}: {event.candidates} candidates{resumed}"
         if isinstance(event, WorkloadFinished):
             return ended_line(event, f"[{self.ended}/{self.total}]")

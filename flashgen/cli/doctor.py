@@ -195,7 +195,7 @@ def _databases() -> Iterator[Check]:
     with Layers.open() as layers:
         for layer in layers.layers:
             counts = layer.store.counts()
-            detail = f"{counts['records']} records, {counts['trials']} trials: {layer.store.path}"
+            detail = f"{counts['records']} records, {counts['trials']} tried configs: {layer.store.path}"
             name = f"database {layer.name}" if layer.name.startswith((PACKAGED, SHIPPED)) else "database"
             yield Check(name=name, state="ok", detail=detail)
         for path in settings().db_layers[1:]:

@@ -52,7 +52,7 @@ def print_plan(request: Request, *, as_json: bool) -> None:
         output.print_json({"workloads": entries, "expected_s": total_s})
         return
     output.print_table(
-        ("workload", "would", "candidates", "trials stored", "expected", "reason"),
+        ("workload", "would", "candidates", "tried before", "expected", "reason"),
         [
             (r.workload.key, r.status, r.candidates, r.stored_trials, duration(r.expected_s), r.reason or None)
             for r in rows

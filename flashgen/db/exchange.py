@@ -148,7 +148,9 @@ def _check_export(path: Path, replaced: Iterable[Replaced]) -> None:
         counts = store.counts()
         there = all_replaced(store.reader)
     if counts["trials"] + counts["searches"] + counts["finalists"]:
-        raise DatabaseError(f"an export takes the place of an export alone; {path} has {counts['trials']} trials")
+        raise DatabaseError(
+            f"an export takes the place of an export alone; {path} has {counts['trials']} tried configs"
+        )
     with path.open("rb") as file:
         header = file.read(WAL_AT + 1)
     if header[WAL_AT] == WAL:

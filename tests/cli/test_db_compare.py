@@ -149,8 +149,8 @@ def test_a_whole_file_is_verified(invoke: Invoke, sides: tuple[str, str, Path]) 
     lines = [line for line in done.stdout.splitlines() if "not current" not in line]
     assert "  2 not current: measured with triton 3.6.0, and " in done.stdout
     assert lines == [
-        f"{first}: whole, 2 records (1 of kernels that have changed), 0 replaced ones, 0 trials, 0 bad rows",
-        f"{second}: whole, 3 records (1 of kernels that have changed), 0 replaced ones, 0 trials, 0 bad rows",
+        f"{first}: whole, 2 records (1 of kernels that have changed), 0 replaced ones, 0 tried configs, 0 bad rows",
+        f"{second}: whole, 3 records (1 of kernels that have changed), 0 replaced ones, 0 tried configs, 0 bad rows",
     ]
     (entry,) = json.loads(invoke("db", "verify", "--json", first).stdout)["files"]
     reasons = entry.pop("not_current")
@@ -177,7 +177,7 @@ def test_a_bad_row_and_a_damaged_file_are_found(invoke: Invoke, sides: tuple[str
     Path(second).write_bytes(Path(second).read_bytes()[:9000])
     done = invoke("db", "verify", first, second)
     assert done.exit_code == 1
-    assert "1 records (1 of kernels that have changed), 0 replaced ones, 0 trials, 1 bad rows" in done.stdout
+    assert "1 records (1 of kernels that have changed), 0 replaced ones, 0 tried configs, 1 bad rows" in done.stdout
     assert "takes at least" in done.stdout
     assert f"{second}: a tuning database must be" in done.stdout
     for command in (["diff", first, second], ["merge", first, second, "-o", f"{first}.new.sqlite3"]):
@@ -215,7 +215,7 @@ def test_rows_of_searches_are_verified(invoke: Invoke, searched: Path, monkeypat
     done = invoke("db", "verify", searched)
     assert (done.exit_code, done.stdout.splitlines()[0].split(": ")[1]) == (
         0,
-        "whole, 0 records (0 of kernels that have changed), 0 replaced ones, 3 trials, 0 bad rows",
+        "whole, 0 records (0 of kernels that have changed), 0 replaced ones, 3 tried configs, 0 bad rows",
     )
     (entry,) = json.loads(invoke("db", "verify", "--json", searched).stdout)["files"]
     assert (entry["trials"], entry["searches"], entry["finalists"]) == (3, 1, 1)

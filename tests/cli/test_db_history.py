@@ -69,7 +69,7 @@ def test_a_history_is_exported_and_pruned(invoke: Invoke, path: Path, tmp_path: 
     assert plain.with_suffix(".csv").read_bytes() == full.with_suffix(".csv").read_bytes()
     assert [counts(each) for each in (plain, full)] == [(1, 0, 0), (1, 1, 1)]
     verified = invoke("db", "verify", full)
-    assert (verified.exit_code, "1 replaced ones, 0 trials, 0 bad rows" in verified.stdout) == (0, True)
+    assert (verified.exit_code, "1 replaced ones, 0 tried configs, 0 bad rows" in verified.stdout) == (0, True)
     assert invoke("db", "diff", plain, full).stdout == "no difference\n"
     assert "1 replaced record forgotten" in invoke("db", "prune", "--history").stdout
     assert counts(path) == (1, 1, 0)
@@ -99,7 +99,7 @@ def test_a_bad_row_of_the_history_is_found(invoke: Invoke, path: Path, tmp_path:
     connection.close()
     done = invoke("db", "verify", path)
     assert done.exit_code == 1
-    assert "1 records (1 of kernels that have changed), 0 replaced ones, 0 trials, 2 bad rows" in done.stdout
+    assert "1 records (1 of kernels that have changed), 0 replaced ones, 0 tried configs, 2 bad rows" in done.stdout
     assert "history 1: host must be" in done.stdout
     assert "origins 1: seed must be" in done.stdout
     assert "\x1b" not in done.stdout

@@ -37,7 +37,7 @@ def report(invoke: Invoke) -> dict[str, dict[str, str]]:
 def test_doctor_is_content_with_this_machine(invoke: Invoke, no_gpu: None, tuned: Path) -> None:
     result = invoke("doctor")
     assert result.exit_code == 0, result.stdout
-    assert f"3 records, 2 trials: {tuned}" in result.stdout
+    assert f"3 records, 2 tried configs: {tuned}" in result.stdout
     assert "none that torch can use" in result.stdout
     assert str(settings().cache_dir) in result.stdout
 

@@ -159,7 +159,7 @@ def test_a_run_goes_on_where_another_coordinator_stopped_and_hands_its_records_o
     arguments = ("--shape", CAUSAL.key, "--budget", 4, "--family", "portable_forward")
     result = invoke("tune", *arguments, "--store", url)
     assert result.exit_code == 0, result.output
-    assert "1 trials from before" in result.stdout
+    assert "1 tried before" in result.stdout
     assert len(store.trials(CAUSAL, H200)) == 4
     with Store.open(settings().db_layers[0], read_only=True) as file:
         assert file.record(CAUSAL, H200) == store.record(CAUSAL, H200)

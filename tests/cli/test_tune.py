@@ -129,7 +129,7 @@ def test_ctrl_c_gives_130_and_the_same_command_goes_on(invoke: Invoke, measure: 
     measure(FakeExecutor())
     result = invoke("tune", "--shape", SHAPE, "--budget", "10")
     assert result.exit_code == 0
-    assert "trials from before" in result.stdout
+    assert "tried before" in result.stdout
     with Store.open(settings().db_layers[0], read_only=True) as store:
         assert len(store.trials(Workload.parse(SHAPE), H200)) == 10
 

@@ -128,7 +128,7 @@ def test_an_export_takes_the_place_of_no_database_with_trials(tmp_path: Path) ->
     path = tmp_path / "tuned.sqlite3"
     with Store.open(path) as store:
         store.put_trial(TRIAL)
-    with pytest.raises(DatabaseError, match="has 1 trials"):
+    with pytest.raises(DatabaseError, match="has 1 tried configs"):
         export_records(RECORDS, path)
     with Store.open(path, read_only=True) as store:
         assert store.trials(TRIAL.workload, TRIAL.device) == [TRIAL]
