@@ -30,6 +30,7 @@ from flashgen.runtime.ops.keys import (
     is_tracked,
     refuse_lists_mapped_alone,
     refuse_tangents,
+    refuse_traced_transforms,
     tensors_of,
 )
 from flashgen.runtime.ops.mods import UserCallable
@@ -58,7 +59,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **arguments: Unpack[CallArguments]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-def attention(  # noqa: C901, PLR0912 - in one piece, because every call of a function costs as much as five branches
+def attention(  # noqa: C901, PLR0912, PLR0915 - in one piece, because every call of a function costs as much as five branches
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -160,6 +161,8 @@ def attention(  # noqa: C901, PLR0912 - in one piece, because every call of a fu
         if softmax_scale is not None:
             check_scale(softmax_scale)
         is_traced = is_dynamo_compiling()
+        if is_traced:
+            refuse_traced_transforms("attention")
         if is_traced or _is_any_autocast_enabled():
             q, k, v, sinks = in_autocast(q, k, v, sinks)
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -12,7 +12,13 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.ops.append import append, append_op, append_q_op
 from flashgen.runtime.ops.append_rules import AppendArguments
-from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher
+from flashgen.runtime.ops.keys import (
+    are_plain,
+    can_bypass_dispatcher,
+    is_tracked,
+    refuse_tangents,
+    refuse_traced_transforms,
+)
 
 Tensor = torch.Tensor
 
@@ -124,15 +130,26 @@ def append_kv(
         if seqlen is not None and type(seqlen) is not int and not is_traced:
             seqlen = whole_number("seqlens, where it is no tensor,", seqlen, 0)
         tables = (block_table, slot_mapping, batch_idx, leftpad, rotary_cos, rotary_sin, rotary_seqlens)
+        bypasses_dispatcher = (
+            not is_traced and can_bypass_dispatcher(k, v, k_cache) and are_plain((v_cache, q, lengths, *tables))
+        )
+        numbers = (k, v, k_cache, v_cache, q, rotary_cos, rotary_sin)
+        if is_traced:
+            refuse_traced_transforms("append_kv")
+        elif not bypasses_dispatcher:
+            refuse_tangents("append_kv", numbers)
         if torch.is_grad_enabled() and (
             k.requires_grad
             or v.requires_grad
             or k_cache.requires_grad
             or v_cache.requires_grad
             or (q is not None and q.requires_grad)
+            or (rotary_cos is not None and rotary_cos.requires_grad)
+            or (rotary_sin is not None and rotary_sin.requires_grad)
+            or (not (bypasses_dispatcher or is_traced) and is_tracked(numbers))
         ):
             raise UnsupportedError("append_kv has no gradient: call it under torch.no_grad() or inference_mode()")
-        if is_traced or not can_bypass_dispatcher(k, v, k_cache) or not are_plain((v_cache, q, lengths, *tables)):
+        if not bypasses_dispatcher:
             flat = (k, v, k_cache, v_cache, lengths, seqlen, *tables, rotary_interleaved)
             if q is None:
                 return append_op(*flat)  # type: ignore[no-any-return]

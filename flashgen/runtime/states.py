@@ -12,7 +12,13 @@ from flashgen.core.errors import WorkloadError
 from flashgen.core.quoting import shown
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.autograd.merging import merge_with_gradient
-from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, refuse_tangents
+from flashgen.runtime.ops.keys import (
+    are_plain,
+    can_bypass_dispatcher,
+    is_tracked,
+    refuse_tangents,
+    refuse_traced_transforms,
+)
 from flashgen.runtime.ops.merging import LAYOUTS, each_of, merge, merge_list_op, merge_op, tensors_of
 
 Tensor = torch.Tensor
@@ -58,15 +64,21 @@ def merge_states(
         if not is_name_in(layout, LAYOUTS):
             raise WorkloadError(f'layout is "bhsd", "bshd" or "thd", got {shown(layout)}')
         tensors = (*tensors_of(outs), *tensors_of(lses))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return merge_with_gradient(outs, lses, layout, dtype)
-        bypasses_dispatcher = not is_dynamo_compiling() and (
+        is_traced = is_dynamo_compiling()
+        bypasses_dispatcher = not is_traced and (
             not tensors or (can_bypass_dispatcher(tensors[0], tensors[0], tensors[-1]) and are_plain(tensors))
         )
+        if is_traced:
+            refuse_traced_transforms("merge_states")
+        elif not bypasses_dispatcher:
+            refuse_tangents("merge_states", tensors)
+        if torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in tensors)
+            or (not (bypasses_dispatcher or is_traced) and is_tracked(tensors))
+        ):
+            return merge_with_gradient(outs, lses, layout, dtype)
         if bypasses_dispatcher:
             return merge(outs, lses, layout, dtype)
-        if not is_dynamo_compiling():
-            refuse_tangents("merge_states", tensors)
         if isinstance(outs, Tensor) and isinstance(lses, Tensor):
             return merge_op(outs, lses, layout, dtype)  # type: ignore[no-any-return]
         return merge_list_op(list(each_of(outs)), list(each_of(lses)), layout, dtype)  # type: ignore[no-any-return]

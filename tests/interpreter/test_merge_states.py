@@ -135,6 +135,10 @@ def test_merged_states_have_gradients_under_transforms() -> None:
     twice = [torch.stack([one, one]) for one in (outs, lses)]
     for one, other in zip(torch.vmap(torch.func.grad(loss, (0, 1)))(*twice), expected, strict=True):
         torch.testing.assert_close(one[1], other)
+    around = torch.func.grad(lambda x: torch.vmap(lambda one: flashgen.merge_states([one, outs[1]], lses)[0])(x).sum())
+    plain = outs[:1].clone().requires_grad_()
+    flashgen.merge_states([plain[0], outs[1]], lses)[0].sum().backward()
+    torch.testing.assert_close(around(outs[:1]), plain.grad)
     found = torch.vmap(lambda a, b: flashgen.merge_states([a, a], [b, b]))(outs, lses)
     for number in range(2):
         right = flashgen.merge_states([outs[number]] * 2, [lses[number]] * 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.core.errors import WorkloadError
 from flashgen.runtime.ops.append import append_op, append_q_op
 
 LENGTHS = torch.tensor([1, 2], dtype=torch.int32)
@@ -40,3 +41,20 @@ def test_compiled_functions_keep_the_order_of_writes() -> None:
     assert torch.equal(caches[0], caches[1])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_length_is_refused_without_a_new_token_also_behind_a_call_that_is_right() -> None:
+    cache, none = torch.zeros(2, 8, 2, 16), torch.zeros(2, 0, 2, 16)
+    flashgen.append_kv(none, none, cache, cache.clone(), 3)
+    for wrong in (100, -4):
+        with pytest.raises(WorkloadError, match=rf"seqlens is from 0 to .*got {wrong}|must be at least 0, got {wrong}"):
+            flashgen.append_kv(none, none, cache, cache.clone(), wrong)
+
+
+def test_a_position_beside_slots_is_one_that_a_kernel_can_hold() -> None:
+    cache, new, slots = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16), torch.zeros(2, 1, dtype=torch.int64)
+    slots[1] = 9
+    for wrong in (2**31, 2**40):
+        with pytest.raises(WorkloadError, match=f"seqlens is from 0 to 2147483647, got {wrong}"):
+            flashgen.append_kv(new, new, cache, cache.clone(), wrong, slot_mapping=slots)
+    flashgen.append_kv(new, new, cache, cache.clone(), 2**31 - 1, slot_mapping=slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -165,3 +166,71 @@ def test_gradients_of_packed_sequences_for_a_batch_of_gradients(
     for gradient in torch.autograd.grad(out, inputs, torch.randn(3, *out.shape), is_grads_batched=True):
         torch.testing.assert_close(gradient, torch.full((3, 8, 2, D), MARK))
     assert len(emulated.launched_backward) == 3
+
+
+def decodes(x: torch.Tensor) -> Any:
+    cache, lengths = torch.ones(B, 8, H, D).bfloat16(), torch.full((B,), 3, dtype=torch.int32)
+    return flashgen.attention_decode(x.mT.bfloat16(), cache, cache, lengths)
+
+
+def appends(x: torch.Tensor) -> Any:
+    cache = torch.zeros(B, 8, H, SQ)
+    return flashgen.append_kv(x, x, cache, cache.clone(), 0, rotary_cos=x[0, 0], rotary_sin=x[0, 0], q=x)
+
+
+@pytest.mark.parametrize("call", [decodes, appends])
+def test_what_has_no_gradient_is_refused_under_transforms_too(call: Callable[[torch.Tensor], Any]) -> None:
+    """Without a word, every gradient would be 0, and every tangent missing."""
+    x = torch.ones(B, 2, H, SQ)
+    with pytest.raises(UnsupportedError, match=r"has no (backward pass|gradient)"):
+        torch.func.grad(lambda x: call(x).sum())(x)
+    with pytest.raises(UnsupportedError, match=r"no forward-mode derivative$"):
+        torch.func.jvp(call, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match=r"no forward-mode derivative$"):
+        call(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "rotary_cos", "rotary_sin"])
+def test_learned_scores_of_what_has_no_gradient_are_refused(name: str) -> None:
+    learned = torch.zeros(H, requires_grad=True)
+    q, cache = torch.ones(B, 1, H, 16).bfloat16(), torch.zeros(B, 8, H, 16).bfloat16()
+    if "rotary" in name:
+        tables = {"rotary_cos": torch.ones(8, 8), "rotary_sin": torch.ones(8, 8)}
+        tables[name].requires_grad_()
+        with pytest.raises(UnsupportedError, match="append_kv has no gradient"):
+            flashgen.append_kv(q, q, cache, cache.clone(), 0, **tables)
+        return
+    with pytest.raises(UnsupportedError, match="attention_decode has no backward pass"):
+        flashgen.attention_decode(q, cache, cache, torch.zeros(B, dtype=torch.int32), **{name: learned})
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]] = {
+    "grad": lambda call, x: torch.func.grad(lambda y: call(y).sum())(x),
+    "vjp": lambda call, x: torch.func.vjp(call, x)[1](torch.ones_like(call(x)))[0],
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[1],
+    "vmap": lambda call, x: torch.vmap(call)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch says of its own tracing
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("call", [*CALLS[:4], decodes, appends])
+def test_no_transform_is_compiled_that_may_ask_for_a_gradient(
+    call: Callable[[torch.Tensor], Any], transform: str
+) -> None:
+    """Dynamo tells no tensor's gradient there: an op without one would be traced, and gradients be 0."""
+    torch._dynamo.reset()
+    shape = {attends_packed: (2, 2, H, D), decodes: (B, 2, H, SQ), appends: (B, 2, H, SQ)}.get(call, (B, H, SQ, SQ))
+    compiled: Any = torch.compile(functools.partial(TRANSFORMS[transform], call), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"inside torch\.compile has no gradient under transforms of torch\.func"):
+        compiled(torch.ones(shape))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_map_without_gradients_is_compiled() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in qkv())
+    with torch.no_grad():
+        mapped: Any = torch.compile(torch.vmap(flashgen.attention), backend="eager", fullgraph=True)
+        stacks = [torch.stack([x, 2 * x]) for x in (q, k, v)]
+        torch.testing.assert_close(mapped(*stacks)[1], flashgen.attention(2 * q, 2 * k, 2 * v))

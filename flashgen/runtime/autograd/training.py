@@ -16,7 +16,7 @@ from flashgen.core.features.values import Features
 from flashgen.runtime.autograd import functions, transforms
 from flashgen.runtime.autograd.learned import learned_attention
 from flashgen.runtime.autograd.ops import attention_train_op
-from flashgen.runtime.ops.keys import is_transformed
+from flashgen.runtime.ops.keys import is_transformed, refuse_traced_transforms
 from flashgen.runtime.ops.schemas import TRAINED, differentiable_of
 
 Tensor = torch.Tensor
@@ -45,7 +45,10 @@ def features_attention(
     """
     if any(tensor.requires_grad for tensor in features.aux):
         return learned_attention(q, k, v, options, features, deterministic, return_lse)
-    if not is_dynamo_compiling() and is_transformed():
+    is_traced = is_dynamo_compiling()
+    if is_traced:  # maybe this alone, where Dynamo has left the call to Python
+        refuse_traced_transforms("attention")
+    if not is_traced and is_transformed():
         out, lse = transforms.attention(q, k, v, options, features, deterministic=deterministic)
     else:
         out, lse = attention_train_op(q, k, v, *options, *TRAINED.flat(features, deterministic))

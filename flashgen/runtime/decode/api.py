@@ -9,18 +9,19 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.checks import instance
+from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.positions import checked_window
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
-from flashgen.runtime.decode.call import checked_scores, checked_split
+from flashgen.runtime.decode.call import NO_BACKWARD, checked_scores, checked_split
 from flashgen.runtime.decode.op import FEATURES, OP
 from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
 from flashgen.runtime.decode.recent import NOTHING, RECENT, with_others
 from flashgen.runtime.decode.runs import attend
 from flashgen.runtime.ops.generated import packed
-from flashgen.runtime.ops.keys import can_bypass_dispatcher
+from flashgen.runtime.ops.keys import can_bypass_dispatcher, is_tracked, refuse_tangents, refuse_traced_transforms
 
 
 @overload
@@ -174,6 +175,13 @@ def attention_decode(  # noqa: C901, PLR0912 - in one piece, as `flashgen.attent
             instance("prefix", prefix, Prefix)
         options = (leftpad, batch_idx, fixed_split_size, return_lse)
         if is_traced or not can_bypass_dispatcher(q, k_cache, v_cache):
+            if is_traced:
+                refuse_traced_transforms("attention_decode")
+            else:
+                given_tensors = (q, k_cache, v_cache, alibi_slopes, sinks)
+                refuse_tangents("attention_decode", given_tensors)
+                if torch.is_grad_enabled() and is_tracked(given_tensors):
+                    raise UnsupportedError(NO_BACKWARD)
             given = (block_table, causal, softmax_scale, *options, *flat(prefix))
             both: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *FEATURES.flat(features))
             return both if return_lse else both[0]
@@ -192,7 +200,10 @@ def _features_of(
 
     Raises:
         WorkloadError: a window or a softcap breaks a rule.
+        UnsupportedError: a gradient of the tensors is asked for.
     """
     window, softcap = checked_scores(window, softcap)
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (alibi_slopes, sinks)):
+        raise UnsupportedError(NO_BACKWARD)
     slopes, sinks = (None if one is None else packed(one) for one in (alibi_slopes, sinks))
     return Features(window=window, softcap=softcap, alibi_slopes=slopes, sinks=sinks)

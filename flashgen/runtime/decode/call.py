@@ -28,6 +28,7 @@ from flashgen.runtime.ops.helpers import has_aligned_rows
 SPLIT_UNIT = 128
 """What `fixed_split_size` is a multiple of: the most keys of a step that a config may have."""
 
+NO_BACKWARD = "attention_decode has no backward pass: call it under torch.no_grad()"
 MAX_PAGE_STRIDE = 2**31
 """In elements, exclusive: a page's number times its stride is a product of two numbers of 32 bits."""
 
@@ -153,7 +154,7 @@ def check_decode_tensors(call: DecodeCall) -> None:
         for name in ("k_cache", "v_cache"):
             _check_pages(name, tensors[name])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
-        raise UnsupportedError("attention_decode has no backward pass: call it under torch.no_grad()")
+        raise UnsupportedError(NO_BACKWARD)
     integers = {"seqlens": call.seqlens, **{n: t for n, t in call.optional.items() if t is not None}}
     for name, tensor in integers.items():
         _check_integers(name, tensor, call.q)

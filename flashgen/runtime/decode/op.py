@@ -10,6 +10,7 @@ from flashgen.core.features import table
 from flashgen.runtime.decode.call import DecodeCall, check_call
 from flashgen.runtime.decode.prefix import PREFIX_OPTIONS, Prefix, check_prefix, restored, run_with_prefix
 from flashgen.runtime.decode.runs import run
+from flashgen.runtime.ops.batching import map_one_by_one
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from flashgen.runtime.ops.schemas import FlatArguments
 
@@ -64,3 +65,4 @@ def _fake(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
 for _key in ("CUDA", "CPU"):
     LIBRARY.impl("attention_decode", _run, _key)  # type: ignore[no-untyped-call]
 torch.library.register_fake("flashgen::attention_decode", _fake, lib=LIBRARY)
+map_one_by_one("attention_decode", LIBRARY)

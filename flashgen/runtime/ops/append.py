@@ -113,8 +113,15 @@ def _prepared(given: AppendArguments, *, aligned: bool) -> Run:
     rows, q_rows = given.tokens * given.k.shape[-2], 0 if given.q is None else math.prod(given.q.shape[:3])
     programs = -(-rows // kernel.rows) - (-q_rows // kernel.rows)
     if not programs:
-        return lambda given: None if given.q is None else torch.empty_like(given.q)
+        return _nothing_to_write
     return _run(with_numbers(programs, _numbers(given, rows, q_rows)), given, spec)
+
+
+def _nothing_to_write(given: AppendArguments) -> Tensor | None:
+    """What serves calls without a new token; a length is no part of a key."""
+    if given.seqlen is not None:
+        check(given)
+    return None if given.q is None else torch.empty_like(given.q)
 
 
 def _run(launch: HelperRun, first: AppendArguments, spec: AppendSpec) -> Run:

@@ -197,6 +197,8 @@ def _check_lengths(given: AppendArguments) -> None:
     if given.slot_mapping is not None:
         if has_lengths and given.k.dim() == 3:
             raise WorkloadError("packed tokens have slots and no seqlens, got both")
+        if given.seqlen is not None and not 0 <= given.seqlen <= MAX_SIZE:
+            raise WorkloadError(f"seqlens is from 0 to {MAX_SIZE}, got {given.seqlen}")
         return
     if not has_lengths:
         raise WorkloadError(

@@ -132,7 +132,8 @@ def refuse_tangents(function: str, tensors: tuple[torch.Tensor | None, ...]) -> 
         dual: Any = forward_ad.unpack_dual
         asked = any(dual(one).tangent is not None for one in tensors if one is not None)
     if asked:
-        raise UnsupportedError(f"flashgen.{function} has no forward-mode derivative; use torch.func.vjp or grad")
+        instead = "" if function in ("attention_decode", "append_kv") else "; use torch.func.vjp or grad"
+        raise UnsupportedError(f"flashgen.{function} has no forward-mode derivative{instead}")
 
 
 def refuse_lists_mapped_alone(function: str, tensors: tuple[torch.Tensor | None, ...], features: Features) -> None:
@@ -166,6 +167,36 @@ def _mapped(tensors: tuple[torch.Tensor | None, ...]) -> set[int]:
                 found.add(functorch.maybe_get_level(inner))
             inner = functorch.get_unwrapped(inner)
     return found
+
+
+def refuse_traced_transforms(function: str) -> None:
+    """Refuse a call that torch.compile traces inside a transform of `torch.func` which may ask for its gradient.
+
+    There tensors do not say that a gradient is asked for, and the op without one would be traced: gradients of 0.
+
+    Raises:
+        UnsupportedError: it is traced so.
+    """
+    if _is_traced_transform() and (torch.is_grad_enabled() or _is_traced_jvp()):
+        raise UnsupportedError(
+            f"flashgen.{function} inside torch.compile has no gradient under transforms of torch.func (grad, vjp, jvp, "
+            "or vmap while gradients are on): leave the transform uncompiled, or map under torch.no_grad()"
+        )
+
+
+def _is_traced_transform() -> bool:
+    return is_transformed()
+
+
+def _is_traced_jvp() -> bool:
+    functorch = torch._C._functorch
+    return any(one.key() == functorch.TransformType.Jvp for one in functorch.get_interpreter_stack() or ())
+
+
+# asked once, when Dynamo traces: it enters the transforms then, and its code is guarded by them. What sets this by its
+# name, torch.compiler.assume_constant_result, would import Dynamo
+for _asked in (_is_traced_transform, _is_traced_jvp):
+    _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_tracked(tensors: tuple[torch.Tensor | None, ...]) -> bool:

@@ -19,6 +19,7 @@ from flashgen.runtime.ops.keys import (
     have_plain_functions,
     refuse_lists_mapped_alone,
     refuse_tangents,
+    refuse_traced_transforms,
     tensors_of,
 )
 from flashgen.runtime.ops.mods import UserCallable
@@ -232,7 +233,9 @@ def attention_varlen(
             and are_plain(tensors_of(features))
             and (not features.mods or have_plain_functions(features))
         )
-        if not (bypasses_dispatcher or is_traced):
+        if is_traced:
+            refuse_traced_transforms("attention_varlen")
+        elif not bypasses_dispatcher:
             tensors = (q, k, v, *tensors_of(features))
             refuse_tangents("attention_varlen", (*tensors, *features.aux))
             refuse_lists_mapped_alone("attention_varlen", tensors, features)
