@@ -178,6 +178,7 @@ def appends(x: torch.Tensor) -> Any:
     return flashgen.append_kv(x, x, cache, cache.clone(), 0, rotary_cos=x[0, 0], rotary_sin=x[0, 0], q=x)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where forward-mode derivatives begin
 @pytest.mark.parametrize("call", [decodes, appends])
 def test_what_has_no_gradient_is_refused_under_transforms_too(call: Callable[[torch.Tensor], Any]) -> None:
     """Without a word, every gradient would be 0, and every tangent missing."""
