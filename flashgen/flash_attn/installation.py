@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from flashgen.core.errors import UnsupportedError
@@ -22,6 +23,7 @@ NAMES_3 = {"flash_attn_interface": "flashgen.flash_attn_interface"}
 """The same of version 3."""
 
 _replaced: dict[str, ModuleType] = {}
+_FOLDER = Path(__file__).parents[1]
 
 
 def install(*, force: bool = False) -> None:
@@ -58,9 +60,12 @@ def put(names: Mapping[str, str], root: str, *, force: bool) -> None:
     """
     mine = {name: import_module(target) for name, target in names.items()}
     others = {
-        name: module for name, module in sys.modules.items() if _is_below(name, root) and module is not mine.get(name)
+        name: module
+        for name, module in sys.modules.items()
+        if _is_below(name, root) and module is not mine.get(name) and not _is_own(module)
     }
-    if others and not force:
+    # None stands for a name that a program has blocked: nothing is imported there
+    if any(module is not None for module in others.values()) and not force:
         raise UnsupportedError(
             f"another {root} is imported already, {getattr(others.get(root), '__file__', None)}: call "
             "install() before the program imports it, or install(force=True) to replace it"
@@ -75,8 +80,16 @@ def take_back(names: Mapping[str, str], root: str) -> None:
     for name, target in names.items():
         if sys.modules.get(name) is sys.modules.get(target):
             sys.modules.pop(name, None)
+    for name in [name for name, module in sys.modules.items() if _is_below(name, root) and _is_own(module)]:
+        del sys.modules[name]  # what a program has imported below the package besides
     for name in [name for name in _replaced if _is_below(name, root)]:
         sys.modules[name] = _replaced.pop(name)
+
+
+def _is_own(module: ModuleType | None) -> bool:
+    """Whether a module is of flashgen's folder, whatever its name is: so are submodules of a package that was put."""
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and Path(file).is_relative_to(_FOLDER)
 
 
 def _is_below(name: str, root: str) -> bool:

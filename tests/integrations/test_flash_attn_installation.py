@@ -74,3 +74,22 @@ def test_another_flash_attn_is_replaced_only_by_force() -> None:
     flash_attn.uninstall()
     assert (sys.modules["flash_attn"], sys.modules["flash_attn.ops"]) == (other, part)
     del sys.modules["flash_attn"], sys.modules["flash_attn.ops"]
+
+
+@pytest.mark.usefixtures("without_flash_attn")
+def test_what_a_program_imports_below_the_package_is_in_nobodys_way() -> None:
+    flash_attn.install()
+    importlib.import_module("flash_attn.passes")
+    flash_attn.install()
+    flash_attn.uninstall()
+    assert not [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]
+    flash_attn.install()
+
+
+@pytest.mark.usefixtures("without_flash_attn")
+def test_a_name_that_a_program_has_blocked_is_one_that_nobody_has_imported() -> None:
+    sys.modules["flash_attn"] = None  # type: ignore[assignment]
+    flash_attn.install()
+    assert importlib.import_module("flash_attn") is flash_attn
+    flash_attn.uninstall()
+    assert sys.modules["flash_attn"] is None

@@ -257,3 +257,12 @@ def test_an_exported_program_has_the_op_and_other_lengths() -> None:
         program = torch.export.export(Attending(), inputs, dynamic_shapes=shapes)
     assert "flashgen.attention" in program.graph_module.code
     torch.testing.assert_close(program.module()(*others), Attending()(*others), atol=1e-5, rtol=1e-5)
+
+
+def test_disabling_what_is_not_enabled_leaves_the_functions_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*args: Any, **named: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+    door.disable()
+    assert torch.nn.functional.scaled_dot_product_attention is other

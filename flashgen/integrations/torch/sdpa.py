@@ -139,8 +139,9 @@ def enable(*, strict: bool = False) -> Calls:
 def disable() -> None:
     """Undo `enable`; without it, nothing happens."""
     global _enabled  # noqa: PLW0603 - as above
-    if _enabled is not None:
-        _builtins._get_builtin_table().pop(id(functional.scaled_dot_product_attention), None)
+    if _enabled is None:
+        return
+    _builtins._get_builtin_table().pop(id(functional.scaled_dot_product_attention), None)
     _enabled = None
     functional.scaled_dot_product_attention = TORCHS_OWN
     CausalBias.__torch_function__ = _BIAS  # type: ignore[method-assign]

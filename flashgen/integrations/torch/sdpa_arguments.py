@@ -18,7 +18,6 @@ Tensor = torch.Tensor
 DEVICES = ("cuda",)
 """Types of devices, in torch's words, that kernels run on; ROCm's is called so, too."""
 
-MASK_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 
 CLASSES: set[type] = {Tensor, torch.nn.Parameter}
 """Of tensors that are taken, beside those that torch traces programs with; others need not know flashgen's ops."""
@@ -88,8 +87,8 @@ def _why_no_mask(query: Tensor, key: Tensor, attn_mask: Tensor, is_causal: bool)
         return "attn_mask is a dense tensor"
     if attn_mask.device != query.device:
         return "attn_mask is on the device of query"
-    if attn_mask.dtype not in MASK_DTYPES:
-        return f"attn_mask is bool, float32, float16 or bfloat16, got {attn_mask.dtype}"
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return f"attn_mask is bool, float32 or as query, {query.dtype}, got {attn_mask.dtype}"
     if attn_mask.dim() > len(full):
         return "attn_mask has at most the dimensions of query"
     sizes = full[len(full) - attn_mask.dim() :]

@@ -121,6 +121,8 @@ class Attention:
         # here, because steps of decoding are not cast: elsewhere that would copy a cache
         query, key, value, sinks = in_autocast(query, key, value, scores.get("sinks"))
         scores |= {} if sinks is None else {"sinks": sinks}
+        if isinstance(attention_mask, (CompactMask, StepMask)) and not torch.compiler.is_compiling():
+            attention_mask = attention_mask.materialized() if attention_mask.is_changed else attention_mask
         if has_lengths and not isinstance(attention_mask, Tensor):
             edge = sliding_window - 1 if sliding_window else None
             window = (edge, None if causal else edge)

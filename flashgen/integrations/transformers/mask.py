@@ -48,8 +48,8 @@ class CompactMask(torch.Tensor):
     """A bool mask (batch, 1, seqlen_q, seqlen_k) without memory of its own, True where attended.
 
     Models hand it from where transformers makes it to each layer. Whatever else they do with it, slices and
-    comparisons, happens to a tensor that is then made of it. What adds it to scores, as a mask of floats could be, is
-    refused: it would add 1 to visible keys.
+    comparisons, happens to a tensor that is then made of it, which serves in its place once it was written to. What
+    adds it to scores, as a mask of floats could be, is refused: it would add 1 to visible keys.
     """
 
     visible: Visible
@@ -72,11 +72,12 @@ class CompactMask(torch.Tensor):
 
     def materialized(self) -> Tensor:
         """The mask as an ordinary tensor, made once."""
-        found = self.visible.found
-        if "whole" not in found:
-            found["whole"] = self.whole().to(self.device)
-        tensor: Tensor = found["whole"]
-        return tensor
+        return whole_of(self.visible.found, lambda: self.whole().to(self.device))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor that was made of it may have been written to, so that it alone says what is visible."""
+        return "viewed" in self.visible.found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -85,7 +86,7 @@ class CompactMask(torch.Tensor):
         """Keep what does not change the mask; make a tensor for everything else."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, CompactMask):
+        if isinstance(first, CompactMask) and not first.is_changed:
             if func in KEPT or (func is torch.ops.aten.slice.Tensor and _is_all(first, *args[1:], **kwargs)):
                 return CompactMask(tuple(first.shape), first.device, first.visible, first.whole)
             if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
@@ -93,7 +94,26 @@ class CompactMask(torch.Tensor):
                 return CompactMask(tuple(first.shape), device, first.visible.to(device), first.whole)
         check_not_added(func)
         args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, CompactMask.materialized, (args, kwargs))
+        if isinstance(first, CompactMask):
+            note_a_view(func, first.visible.found)
         return func(*args, **kwargs)
+
+
+def whole_of(found: dict[str, Any], made: Callable[[], Tensor]) -> Tensor:
+    """The tensor that is made of a mask, once."""
+    if "whole" not in found:
+        found["whole"] = made()
+    tensor: Tensor = found["whole"]
+    return tensor
+
+
+def note_a_view(func: Any, found: dict[str, Any]) -> None:
+    """Remember that an operator wrote to the tensor made of a mask, or gave a view of it, to which somebody may write.
+
+    Versions of tensors do not tell: torch counts none where it asks a subclass.
+    """
+    if any(one.alias_info is not None for one in (*func._schema.returns, *func._schema.arguments)):
+        found["viewed"] = True
 
 
 def check_not_added(func: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashgen.integrations.transformers.mask import KEPT, check_not_added
+from flashgen.integrations.transformers.mask import KEPT, check_not_added, note_a_view, whole_of
 
 Tensor = torch.Tensor
 
@@ -22,6 +22,7 @@ class StepMask(torch.Tensor):
     seqlens: Tensor
     leftpad: Tensor | None
     left: int | None
+    found: dict[str, Any]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -30,7 +31,7 @@ class StepMask(torch.Tensor):
         """A mask of int32 lengths (batch,), of the keys in front that are padding, and of a window's left edge."""
         shape = (len(seqlens), 1, 1, seqlen_k)
         made: StepMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=seqlens.device)
-        made.seqlens, made.leftpad, made.left = seqlens, leftpad, left
+        made.seqlens, made.leftpad, made.left, made.found = seqlens, leftpad, left, {}
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -48,8 +49,13 @@ class StepMask(torch.Tensor):
         return _made(inner["seqlens"], inner.get("leftpad"), left, seqlen_k)
 
     def materialized(self) -> Tensor:
-        """The mask as an ordinary tensor."""
-        return step_tensor(self.seqlens, self.leftpad, self.left, self.shape[3])
+        """The mask as an ordinary tensor, made once."""
+        return whole_of(self.found, lambda: step_tensor(self.seqlens, self.leftpad, self.left, self.shape[3]))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor that was made of it may have been written to, so that it alone says what is visible."""
+        return "viewed" in self.found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -58,10 +64,12 @@ class StepMask(torch.Tensor):
         """Keep what does not change the mask; make a tensor for everything else."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func in KEPT and isinstance(first, StepMask):
+        if func in KEPT and isinstance(first, StepMask) and not first.is_changed:
             return _made(first.seqlens, first.leftpad, first.left, first.shape[3])
         check_not_added(func)
         args, kwargs = torch.utils._pytree.tree_map_only(StepMask, StepMask.materialized, (args, kwargs))
+        if isinstance(first, StepMask):
+            note_a_view(func, first.found)
         return func(*args, **kwargs)
 
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, LlamaConfig, NllbMoeConfig, masking_utils
 
+from flashgen import reference
 from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.integrations.transformers.attend import Attention
 from flashgen.integrations.transformers.lengths import cached_keys, packed_lengths
 from flashgen.integrations.transformers.mask import CompactMask, Visible, checked_mask
 from flashgen.integrations.transformers.masks import attention_mask
 from flashgen.integrations.transformers.patterns import read
+from flashgen.integrations.transformers.steps import StepMask
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
@@ -209,3 +212,36 @@ def test_packed_sequences_with_padding_are_a_tensor() -> None:
     assert type(mask) is torch.Tensor
     assert torch.equal(mask, masking_utils.sdpa_mask(2, 7, 7, attention_mask=keys, mask_function=function))
     assert isinstance(attention_mask(2, 7, 7, attention_mask=keys | True, mask_function=function), CompactMask)
+
+
+def by_a_part(mask: torch.Tensor) -> None:
+    mask[..., :3] = False
+
+
+def at_once(mask: torch.Tensor) -> None:
+    mask.masked_fill_(torch.arange(mask.shape[-1]) < 3, False)
+
+
+@pytest.mark.parametrize("change", [by_a_part, at_once])
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_a_model_writes_to_is_what_it_has_written(change: Any, queries: int, mode: Any) -> None:
+    batch = 2 if queries == 1 else 1  # masks of several are expanded, and torch refuses to write to such
+    q, k = torch.randn(batch, 2, queries, 8), torch.randn(batch, 2, 7, 8)
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    attend = Attention(calls=reference, is_reference=True)
+    with mode():
+        offset = 7 - queries
+        mask, right = (make(batch, queries, 7, q_offset=offset, allow_is_causal_skip=False) for make in MAKERS)
+        assert type(mask) is (CompactMask if queries > 1 else StepMask)
+        right = right.expand(batch, 1, queries, 7).clone()
+        for one in (mask, right):
+            change(one)
+        found, _ = attend(module, q, k, k, mask)
+        expected, _ = attend(module, q, k, k, right)
+        torch.testing.assert_close(found, expected)
+        assert not torch.allclose(found, attend(module, q, k, k, MAKERS[0](batch, queries, 7, q_offset=offset))[0])
+
+
+MAKERS: tuple[Any, ...] = (attention_mask, masking_utils.sdpa_mask)
