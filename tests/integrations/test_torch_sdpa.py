@@ -266,3 +266,16 @@ def test_disabling_what_is_not_enabled_leaves_the_functions_of_others(monkeypatc
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
     door.disable()
     assert torch.nn.functional.scaled_dot_product_attention is other
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_block_sees_its_calls_in_a_process_that_is_routed_as_a_whole() -> None:
+    whole = door.enable()
+    whole.clear()
+    try:
+        with door.route_sdpa() as calls:
+            F.scaled_dot_product_attention(Q, K, V)
+        F.scaled_dot_product_attention(Q, K, V)
+        assert (calls.served, whole.served) == (1, 1)
+    finally:
+        door.disable()

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.jit import _builtins
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import flashgen
 import flashgen.runtime.ops.runs  # which takes torch's own function before `enable` replaces it
@@ -191,10 +191,14 @@ def _served(call: dict[str, Any], by_reference: bool) -> Tensor | str:
 
 
 def _routed(routing: route_sdpa) -> Attend:
-    """A function in the place of torch's own."""
+    """A function in the place of torch's own; that of the whole process leaves calls in a block to the block."""
 
     @functools.wraps(TORCHS_OWN)
     def scaled_dot_product_attention(*given: Any, **named: Any) -> Tensor:
+        if routing is _enabled and not is_compiling() and torch._C._is_torch_function_mode_enabled():
+            stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            if any(isinstance(mode, route_sdpa) for mode in stack):
+                return TORCHS_OWN(*given, **named)
         return _attend(routing, *given, **named)
 
     return scaled_dot_product_attention
