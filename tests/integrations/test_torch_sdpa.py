@@ -279,3 +279,18 @@ def test_a_block_sees_its_calls_in_a_process_that_is_routed_as_a_whole() -> None
         assert (calls.served, whole.served) == (1, 1)
     finally:
         door.disable()
+
+
+def test_functions_that_run_behind_their_call_are_refused_as_decorated_ones() -> None:
+    async def coroutine() -> None:
+        F.scaled_dot_product_attention(Q, K, V)
+
+    def generator() -> Iterator[Tensor]:
+        yield F.scaled_dot_product_attention(Q, K, V)
+
+    async def both() -> Any:
+        yield 1
+
+    for function in (coroutine, generator, both):
+        with pytest.raises(UnsupportedError, match="no generators and coroutines"):
+            door.route_sdpa()(function)

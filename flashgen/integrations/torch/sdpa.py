@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -63,7 +64,8 @@ class route_sdpa(TorchFunctionMode):
 
     Wherever a program has the function from, calls in this thread are seen, those of `nn.MultiheadAttention` as well,
     and those that torch.compile traces. Every function of torch takes some microseconds longer in the block: for a
-    whole program, `enable` is quicker. It is a decorator, too; blocks may be nested, and the innermost one counts.
+    whole program, `enable` is quicker. It is a decorator of plain functions, too; blocks may be nested, and the
+    innermost one counts, but what that passes on to torch comes by the outer one.
 
     A causal mask is torch's, aligned to the top left, whatever the lengths. Gradients are those of
     `flashgen.attention`: the first, of query, key, value and a mask of numbers. What flashgen does not take goes on to
@@ -89,7 +91,16 @@ class route_sdpa(TorchFunctionMode):
         return self.calls
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose calls are such blocks."""
+        """A function whose calls are such blocks.
+
+        Raises:
+            UnsupportedError: it is a generator or a coroutine, whose body runs after its call has ended.
+        """
+        if any(is_one(function) for is_one in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
+            raise UnsupportedError(
+                "route_sdpa decorates functions that run when they are called, and no generators and coroutines: enter "
+                f"a block of it in the body, got {getattr(function, '__qualname__', function)!r}"
+            )
 
         @functools.wraps(function)
         def routed(*given: Any, **named: Any) -> Any:
