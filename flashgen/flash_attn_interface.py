@@ -50,7 +50,7 @@ def install(*, force: bool = False) -> None:
 
 def uninstall() -> None:
     """Take it away again, and put back what `install(force=True)` has replaced."""
-    take_back(NAMES_3, "flash_attn_interface")
+    take_back("flash_attn_interface")
 
 
 def flash_attn_qkvpacked_func(

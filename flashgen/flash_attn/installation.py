@@ -44,7 +44,7 @@ def install(*, force: bool = False) -> None:
 
 def uninstall() -> None:
     """Take the modules away again, and put those back that `install(force=True)` has replaced."""
-    take_back(NAMES, "flash_attn")
+    take_back("flash_attn")
 
 
 def put(names: Mapping[str, str], root: str, *, force: bool) -> None:
@@ -59,11 +59,7 @@ def put(names: Mapping[str, str], root: str, *, force: bool) -> None:
         UnsupportedError: another one is imported, and `force` is False.
     """
     mine = {name: import_module(target) for name, target in names.items()}
-    others = {
-        name: module
-        for name, module in sys.modules.items()
-        if _is_below(name, root) and module is not mine.get(name) and not _is_own(module)
-    }
+    others = {name: module for name, module in sys.modules.items() if _is_below(name, root) and not _is_own(module)}
     # None stands for a name that a program has blocked: nothing is imported there
     if any(module is not None for module in others.values()) and not force:
         raise UnsupportedError(
@@ -75,13 +71,10 @@ def put(names: Mapping[str, str], root: str, *, force: bool) -> None:
     sys.modules.update(mine)
 
 
-def take_back(names: Mapping[str, str], root: str) -> None:
-    """Take modules away from names, and put back what they have replaced."""
-    for name, target in names.items():
-        if sys.modules.get(name) is sys.modules.get(target):
-            sys.modules.pop(name, None)
+def take_back(root: str) -> None:
+    """Take modules away from names below a root, and put back what they have replaced."""
     for name in [name for name, module in sys.modules.items() if _is_below(name, root) and _is_own(module)]:
-        del sys.modules[name]  # what a program has imported below the package besides
+        del sys.modules[name]  # of `put`, and what a program has imported below the package besides
     for name in [name for name in _replaced if _is_below(name, root)]:
         sys.modules[name] = _replaced.pop(name)
 

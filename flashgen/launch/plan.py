@@ -265,8 +265,10 @@ class EmptyBackwardPlan:
         for gradient in (tensors.dq, tensors.dk, tensors.dv, tensors.dbias):
             if gradient is not None:
                 gradient.zero_()
-        if tensors.dlse is None or features is None or features.cu_seqlens_q is None:
-            return torch.zeros_like(tensors.lse) if tensors.dlse is None else tensors.dlse
+        if tensors.dlse is None:
+            return torch.zeros_like(tensors.lse)
+        if features is None or features.cu_seqlens_q is None:
+            return tensors.dlse
         return torch.where(_rows_of_queries(features, tensors.lse.shape[-1]), tensors.dlse, 0.0)
 
 

@@ -16,8 +16,7 @@ from flashgen.runtime.ops.keys import (
     are_plain,
     can_bypass_dispatcher,
     is_tracked,
-    refuse_tangents,
-    refuse_traced_transforms,
+    refuse_hidden_derivatives,
 )
 
 Tensor = torch.Tensor
@@ -133,20 +132,20 @@ def append_kv(
         bypasses_dispatcher = (
             not is_traced and can_bypass_dispatcher(k, v, k_cache) and are_plain((v_cache, q, lengths, *tables))
         )
-        numbers = (k, v, k_cache, v_cache, q, rotary_cos, rotary_sin)
-        if is_traced:
-            refuse_traced_transforms("append_kv")
-        elif not bypasses_dispatcher:
-            refuse_tangents("append_kv", numbers)
+        is_hidden = False
+        if not bypasses_dispatcher:
+            numbers = (k, v, k_cache, v_cache, q, rotary_cos, rotary_sin)
+            refuse_hidden_derivatives("append_kv", numbers, is_traced=is_traced)
+            is_hidden = not is_traced and is_tracked(numbers)
         if torch.is_grad_enabled() and (
-            k.requires_grad
+            is_hidden
+            or k.requires_grad
             or v.requires_grad
             or k_cache.requires_grad
             or v_cache.requires_grad
             or (q is not None and q.requires_grad)
             or (rotary_cos is not None and rotary_cos.requires_grad)
             or (rotary_sin is not None and rotary_sin.requires_grad)
-            or (not (bypasses_dispatcher or is_traced) and is_tracked(numbers))
         ):
             raise UnsupportedError("append_kv has no gradient: call it under torch.no_grad() or inference_mode()")
         if not bypasses_dispatcher:

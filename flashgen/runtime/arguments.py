@@ -194,8 +194,9 @@ def in_autocast(
         return q, k, v, sinks
     dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    is_half = sinks is not None and sinks.dtype in (torch.float16, torch.bfloat16) and sinks.dtype != dtype
-    return q, k, v, sinks.float() if is_half and sinks is not None else sinks
+    if sinks is not None and sinks.dtype in (torch.float16, torch.bfloat16) and sinks.dtype != dtype:
+        sinks = sinks.float()
+    return q, k, v, sinks
 
 
 def split_offset(

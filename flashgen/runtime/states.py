@@ -16,8 +16,7 @@ from flashgen.runtime.ops.keys import (
     are_plain,
     can_bypass_dispatcher,
     is_tracked,
-    refuse_tangents,
-    refuse_traced_transforms,
+    refuse_hidden_derivatives,
 )
 from flashgen.runtime.ops.merging import LAYOUTS, each_of, merge, merge_list_op, merge_op, tensors_of
 
@@ -68,10 +67,8 @@ def merge_states(
         bypasses_dispatcher = not is_traced and (
             not tensors or (can_bypass_dispatcher(tensors[0], tensors[0], tensors[-1]) and are_plain(tensors))
         )
-        if is_traced:
-            refuse_traced_transforms("merge_states")
-        elif not bypasses_dispatcher:
-            refuse_tangents("merge_states", tensors)
+        if not bypasses_dispatcher:
+            refuse_hidden_derivatives("merge_states", tensors, is_traced=is_traced)
         if torch.is_grad_enabled() and (
             any(tensor.requires_grad for tensor in tensors)
             or (not (bypasses_dispatcher or is_traced) and is_tracked(tensors))

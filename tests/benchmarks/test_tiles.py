@@ -29,16 +29,19 @@ def test_the_constants_are_what_the_times_make(key: tuple[int, bool]) -> None:
         assert tile.step == pytest.approx(made.step, abs=5e-4)
 
 
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, compiler = FakeExecutor(clock=Clock()), FakeCompiler(failing=0.0)
+    monkeypatch.setattr(tile_races, "make_executor", lambda gpu: executor)
+    monkeypatch.setattr(tile_races, "make_compiler", lambda device, jobs: contextlib.nullcontext(compiler))
+
+
+@pytest.mark.usefixtures("fakes")
 def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    executor = FakeExecutor(clock=Clock())
     monkeypatch.setattr(tiles, "SHAPES", ("b1-h8-s2048", "b1-h12-s1664"))
     monkeypatch.setattr(tiles, "LONG_KEYS", ("b1-h8-sq512-sk2048",))
-    monkeypatch.setattr(tile_races, "make_executor", lambda gpu: executor)
-    monkeypatch.setattr(
-        tile_races, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0.0))
-    )
     path = tmp_path / "tiles.csv"
     assert tiles.main([str(path)]) == 0
     rows = read(path)
@@ -55,12 +58,9 @@ def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
     assert capsys.readouterr().out.count("left out:") == len(TILES) + len(CANDIDATES)
 
 
+@pytest.mark.usefixtures("fakes")
 def test_some_classes_race_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "SHAPES", ("b1-h8-s2048",))
-    monkeypatch.setattr(tile_races, "make_executor", lambda gpu: FakeExecutor(clock=Clock()))
-    monkeypatch.setattr(
-        tile_races, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0.0))
-    )
     path = tmp_path / "tiles.csv"
     assert tiles.main([str(path), "--head-dim", "64", "--head-dim", "128", "--mask", "full"]) == 0
     assert {row["workload"].removeprefix("fwd-bf16-b1-h8-hk8-sq2048-sk2048-") for row in read(path)} == {"d64", "d128"}

@@ -21,7 +21,7 @@ from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
 from flashgen.runtime.decode.recent import NOTHING, RECENT, with_others
 from flashgen.runtime.decode.runs import attend
 from flashgen.runtime.ops.generated import packed
-from flashgen.runtime.ops.keys import can_bypass_dispatcher, is_tracked, refuse_tangents, refuse_traced_transforms
+from flashgen.runtime.ops.keys import can_bypass_dispatcher, is_tracked, refuse_hidden_derivatives
 
 
 @overload
@@ -175,13 +175,10 @@ def attention_decode(  # noqa: C901, PLR0912 - in one piece, as `flashgen.attent
             instance("prefix", prefix, Prefix)
         options = (leftpad, batch_idx, fixed_split_size, return_lse)
         if is_traced or not can_bypass_dispatcher(q, k_cache, v_cache):
-            if is_traced:
-                refuse_traced_transforms("attention_decode")
-            else:
-                given_tensors = (q, k_cache, v_cache, alibi_slopes, sinks)
-                refuse_tangents("attention_decode", given_tensors)
-                if torch.is_grad_enabled() and is_tracked(given_tensors):
-                    raise UnsupportedError(NO_BACKWARD)
+            numbers = (q, k_cache, v_cache, alibi_slopes, sinks)
+            refuse_hidden_derivatives("attention_decode", numbers, is_traced=is_traced)
+            if torch.is_grad_enabled() and not is_traced and is_tracked(numbers):
+                raise UnsupportedError(NO_BACKWARD)
             given = (block_table, causal, softmax_scale, *options, *flat(prefix))
             both: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *FEATURES.flat(features))
             return both if return_lse else both[0]

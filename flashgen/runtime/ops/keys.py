@@ -125,10 +125,8 @@ def refuse_tangents(function: str, tensors: tuple[torch.Tensor | None, ...]) -> 
     Raises:
         UnsupportedError: a forward-mode derivative is asked for.
     """
-    functorch = torch._C._functorch
-    transforms = functorch.get_interpreter_stack() or ()
-    asked = any(transform.key() == functorch.TransformType.Jvp for transform in transforms)
-    if not asked and not transforms and forward_ad._current_level >= 0:
+    asked = _is_jvp()
+    if not asked and not is_transformed() and forward_ad._current_level >= 0:
         dual: Any = forward_ad.unpack_dual
         asked = any(dual(one).tangent is not None for one in tensors if one is not None)
     if asked:
@@ -177,25 +175,33 @@ def refuse_traced_transforms(function: str) -> None:
     Raises:
         UnsupportedError: it is traced so.
     """
-    if _is_traced_transform() and (torch.is_grad_enabled() or _is_traced_jvp()):
+    if is_transformed() and (torch.is_grad_enabled() or _is_jvp()):
         raise UnsupportedError(
             f"flashgen.{function} inside torch.compile has no gradient under transforms of torch.func (grad, vjp, jvp, "
             "or vmap while gradients are on): leave the transform uncompiled, or map under torch.no_grad()"
         )
 
 
-def _is_traced_transform() -> bool:
-    return is_transformed()
+def refuse_hidden_derivatives(function: str, tensors: tuple[torch.Tensor | None, ...], *, is_traced: bool) -> None:
+    """Refuse a call that does not bypass the dispatcher where a derivative may be asked for that nobody would compute.
+
+    Raises:
+        UnsupportedError: as `refuse_traced_transforms` where torch.compile traces it, else as `refuse_tangents`.
+    """
+    if is_traced:
+        refuse_traced_transforms(function)
+    else:
+        refuse_tangents(function, tensors)
 
 
-def _is_traced_jvp() -> bool:
+def _is_jvp() -> bool:
     functorch = torch._C._functorch
     return any(one.key() == functorch.TransformType.Jvp for one in functorch.get_interpreter_stack() or ())
 
 
 # asked once, when Dynamo traces: it enters the transforms then, and its code is guarded by them. What sets this by its
 # name, torch.compiler.assume_constant_result, would import Dynamo
-for _asked in (_is_traced_transform, _is_traced_jvp):
+for _asked in (is_transformed, _is_jvp):
     _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
