@@ -10,9 +10,10 @@ import torch
 import flashgen
 from flashgen.core.checks import flag, whole_number
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
-from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.errors import WorkloadError
 from flashgen.core.features.scores import check_slopes
 from flashgen.core.features.values import Window
+from flashgen.integrations.cached_refusals import check_parts, check_queries, no_pages_in_order, no_rows_in_order
 from flashgen.integrations.cached_rows import (
     PackedKeys,
     check_leftpad,
@@ -114,6 +115,7 @@ class CachedCall:
             self._check_room(new)
             k, v = with_rows(self.k, self.v)
             self._check_scores(batch)
+            check_queries(self, q)
             q = self._appended(q, k, v, batch)
         caches = self.k_cache, self.v_cache
         if self.block_table is None and self.cache_batch_idx is None:
@@ -268,10 +270,7 @@ class CachedCall:
             check_leftpad(self.cache_leftpad, lengths, caches[0], is_by_row=False)
             found = pages_behind(*caches, self.block_table, self.cache_leftpad)
             if found is None:
-                raise UnsupportedError(
-                    "flashgen's flash_attn_with_kvcache takes cache_leftpad over pages that lie one behind the other, "
-                    f"got strides {caches[0].stride()} and {caches[1].stride()}"
-                )
+                raise no_pages_in_order(*caches)
             room = self.block_table.shape[1] * caches[0].shape[1]
             lengths = (lengths.clamp(max=room) - self.cache_leftpad).clamp_(min=0)
             behind = replace(self, block_table=found[2], cache_leftpad=None)
@@ -285,11 +284,7 @@ class CachedCall:
         )
         if self.cu_seqlens_q is not None:
             if keys is None:
-                strides = " and ".join(str(cache.stride()) for cache in caches)
-                raise UnsupportedError(
-                    "flashgen's flash_attn_with_kvcache takes packed queries over caches whose rows lie at multiples "
-                    f"of the stride of their slots, got strides {strides}"
-                )
+                raise no_rows_in_order(*caches)
             return self._packed(q, self.cu_seqlens_q, length_of(self.max_seqlen_q), keys, return_lse)
         if keys is None or q.dim() != 4:
             return self._in_parts(q, caches, lengths, return_lse)
@@ -312,12 +307,7 @@ class CachedCall:
         """A call of decoding for every `MAX_SEQLEN_Q` queries, where caches do not lie as packed sequences may."""
         rows = q.shape[1]
         causal, leftpad = self.scores["causal"], self.cache_leftpad
-        is_placed = self.window != (None, None) or self.scores["alibi_slopes"] is not None
-        if is_placed and not causal:
-            raise UnsupportedError(
-                f"flashgen's flash_attn_with_kvcache takes more than {MAX_SEQLEN_Q} queries with a window or ALiBi "
-                f"over such a cache only where causal is True, got {rows}"
-            )
+        check_parts(rows, self.window, self.scores)
         found = []
         for first in range(0, rows, MAX_SEQLEN_Q):
             some = q[:, first : first + MAX_SEQLEN_Q]

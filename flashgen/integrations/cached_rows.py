@@ -77,9 +77,9 @@ def pages_behind(
 
     None where slots of one page do not lie behind those of the one before it.
     """
-    pages, page = k_cache.shape[:2]
-    if any(cache.stride(0) != page * cache.stride(1) for cache in (k_cache, v_cache)):
+    if not have_pages_in_order(k_cache, v_cache):
         return None
+    pages, page = k_cache.shape[:2]
     k, v = (
         cache.as_strided((pages * page, 1, *cache.shape[2:]), (cache.stride(1), *cache.stride()[1:]))
         for cache in (k_cache, v_cache)
@@ -89,6 +89,19 @@ def pages_behind(
     slots = slots.clamp_(max=max(room - 1, 0))
     table = block_table.gather(1, slots.div(page, rounding_mode="floor").long()) * page + slots.remainder(page)
     return k, v, table
+
+
+def have_pages_in_order(*caches: Tensor) -> bool:
+    """Whether slots of each page lie behind those of the one before it."""
+    return all(cache.stride(0) == cache.shape[1] * cache.stride(1) for cache in caches)
+
+
+def lie_as_packed(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the rows of caches without pages lie as packed sequences may: `packed_keys` has them."""
+    if not k_cache.shape[0] * k_cache.shape[1]:
+        return True
+    jump = _slots_between_rows(k_cache)
+    return jump is not None and jump == _slots_between_rows(v_cache)
 
 
 def check_leftpad(leftpad: Tensor, lengths: Tensor, cache: Tensor, *, is_by_row: bool) -> None:

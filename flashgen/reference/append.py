@@ -100,7 +100,7 @@ def append_kv(
     named = locals()
     check_types({name: value for name, value in named.items() if name != "q" or value is not None})
     if torch.is_grad_enabled() and any(
-        isinstance(one, Tensor) and one.requires_grad for one in (k, v, k_cache, v_cache, q)
+        isinstance(one, Tensor) and one.requires_grad for one in (k, v, k_cache, v_cache, q, rotary_cos, rotary_sin)
     ):
         raise UnsupportedError("append_kv has no gradient: call it under torch.no_grad() or inference_mode()")
     lengths, seqlen = (seqlens, None) if isinstance(seqlens, Tensor) else (None, seqlens)

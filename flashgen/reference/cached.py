@@ -21,6 +21,7 @@ from flashgen.runtime.decode.plans import decode_workload
 from flashgen.runtime.decode.prefix import Prefix
 from flashgen.runtime.decode.shared_keys import SharedKeys, check_shared
 from flashgen.runtime.ops import recording
+from flashgen.runtime.ops.generated import packed
 from flashgen.runtime.ops.outputs import empty_output
 
 Tensor = torch.Tensor
@@ -120,7 +121,8 @@ def attention_decode(
     """
     refuse_names("attention_decode", unknown)
     check_types(locals())
-    features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    slopes, sinks = (None if one is None else packed(one) for one in (alibi_slopes, sinks))
+    features = Features(window=window, softcap=softcap, alibi_slopes=slopes, sinks=sinks)
     call = DecodeCall(
         q=q,
         k_cache=k_cache,
@@ -146,8 +148,12 @@ def attention_decode(
 
 def _checked_prefix(call: DecodeCall, prefix: Prefix | None) -> SharedKeys | None:
     """The shared keys of a call whose rules all hold."""
+    if prefix is not None:
+        instance("prefix", prefix, Prefix)
     tensors = (call.q, call.k_cache, call.v_cache)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    others = call.features.alibi_slopes, call.features.sinks, *(() if prefix is None else (prefix.k, prefix.v))
+    asked = (tensor for tensor in (*tensors, *others) if tensor is not None)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in asked):
         raise UnsupportedError("attention_decode has no backward pass: call it under torch.no_grad()")
     q, k, v = (stand_in(tensor, torch.float16) for tensor in tensors)
     small = replace(call, q=q, k_cache=k, v_cache=v, features=stand_ins(call.features))
@@ -157,7 +163,6 @@ def _checked_prefix(call: DecodeCall, prefix: Prefix | None) -> SharedKeys | Non
     recording.computed_by_reference(lambda: decode_workload(checked.spec, checked.shape))
     if prefix is None:
         return None
-    instance("prefix", prefix, Prefix)
     if call.leftpad is not None:
         raise WorkloadError("keys behind a prefix begin at their first slot: a call with a prefix has no leftpad")
     shared = prefix.shared_keys(call.k_cache, call.v_cache)

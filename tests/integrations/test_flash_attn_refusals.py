@@ -102,6 +102,41 @@ def test_arguments_that_do_not_belong_together_are_refused() -> None:
         flash_attn.flash_attn_qkvpacked_func(x)
 
 
+def rows_apart() -> torch.Tensor:
+    """A cache whose rows lie at no multiple of a slot."""
+    return torch.zeros(700).as_strided((2, 3, 2, 16), (97, 32, 16, 1))
+
+
+def test_what_is_refused_leaves_the_cache_as_it_is() -> None:
+    """New keys are written by a call of their own, which is right where the one that attends is refused."""
+    pages = torch.zeros(3, 5, 2, 16)[:, :4]  # slots that lie apart
+    table, pad = torch.tensor([[0], [2]]).int(), torch.zeros(2).int()
+    by_2, by_3 = flash_attn.flash_attn_with_kvcache, flash_attn_interface.flash_attn_with_kvcache
+    packed = {"cu_seqlens_q": ends((3, 17)), "max_seqlen_q": 17}
+    cases: list[tuple[Callable[..., Any], torch.Tensor, torch.Tensor, dict[str, Any], str]] = [
+        (by_2, torch.zeros(2, 1, 3, 16), torch.zeros(2, 3, 2, 16), {}, "a multiple of its 2 heads, got"),
+        (by_2, torch.zeros(2, 1, 4, 8), torch.zeros(2, 3, 2, 16), {}, "with its head_dim, 16"),
+        (by_2, torch.zeros(2, 1, 4, 16).half(), torch.zeros(2, 3, 2, 16), {}, "in the dtype of k_cache"),
+        (by_2, torch.zeros(2, 20, 4, 16), rows_apart(), {"window_size": (3, 3)}, "more than 16 queries with a window"),
+        (by_3, torch.zeros(20, 4, 16), rows_apart(), packed, "packed queries over caches whose rows lie at multiples"),
+        (
+            by_2,
+            torch.zeros(2, 1, 4, 16),
+            pages,
+            {"block_table": table, "cache_leftpad": pad},
+            "lie one behind the other",
+        ),
+    ]
+    for function, q, cache, given, words in cases:
+        elements = cache.untyped_storage().nbytes() // cache.element_size()
+        others = torch.zeros(elements).as_strided(cache.shape, cache.stride())
+        new = torch.ones(2, 1, 2, 16)
+        with pytest.raises((WorkloadError, UnsupportedError), match=words):
+            function(q, cache, others, new, new, cache_seqlens=torch.zeros(2).int(), **given)
+        assert not cache.any()
+        assert not others.any()
+
+
 def test_batches_beside_packed_sequences_are_of_one_shape() -> None:
     q, k = randn(6, H, D), randn(2, 3, HK, D)
     packed, places = flash_attn_interface.flash_attn_varlen_func, ends((2, 4))

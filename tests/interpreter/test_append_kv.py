@@ -236,6 +236,17 @@ def test_packed_tokens_have_a_slot_and_a_position_each(interleaved: bool) -> Non
     expect(cache, before, none, none, {}, 0.0)
 
 
+def test_queries_that_overlap_are_rotated_as_others() -> None:
+    """`empty_like` of such strides has none that a kernel writes rows by."""
+    q = torch.randn(200).unfold(0, 16, 1)[:8].view(1, 2, 4, 16)
+    new, cache, tables = torch.zeros(1, 2, 1, 16), torch.zeros(1, 20, 1, 16), torch.rand(2, 40, 8)
+    found, expected = (
+        flashgen.append_kv(new, new, cache, cache.clone(), 3, rotary_cos=tables[0], rotary_sin=tables[1], q=x)
+        for x in (q, q.contiguous())
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_nothing_new_changes_nothing() -> None:
     cache = Cache.made("nhd", BATCH, 8, (DIM, DIM), torch.float32)
     before = cache.copy()

@@ -92,6 +92,24 @@ def test_a_gradient_of_decoding_is_refused_as_by_the_kernels() -> None:
         reference.attention_decode(*tensors, **named)
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "rotary_cos"])
+def test_a_gradient_of_what_goes_with_tokens_is_refused_as_by_the_kernels(name: str) -> None:
+    is_rotary = name == "rotary_cos"
+    function = "append_kv" if is_rotary else "attention_decode"
+    given = right(function) | ({"rotary_sin": torch.zeros(8, 8)} if is_rotary else {})
+    learned = torch.zeros((8, 8) if is_rotary else 2, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"no (backward pass|gradient)"):
+        getattr(reference, function)(**given, **{name: learned})
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_numbers_of_heads_with_gaps_are_taken_as_by_the_kernels(name: str) -> None:
+    cache, numbers = torch.rand(2, 8, 2, 16).half(), torch.rand(4)[::2]
+    given = right("attention_decode") | {"q": cache[:, :1], "k_cache": cache, "v_cache": cache}
+    found, expected = (reference.attention_decode(**given, **{name: x}) for x in (numbers, numbers.contiguous()))
+    torch.testing.assert_close(found, expected)
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("attention_decode", {"fixed_split_size": 3}),
     ("attention_decode", {"seqlens": torch.tensor([1, 2], dtype=torch.int64)}),

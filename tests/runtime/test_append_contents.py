@@ -27,7 +27,8 @@ def given(**changes: Any) -> AppendArguments:
     table = torch.tensor([[0, 3, -1], [99, 5, -7]], dtype=torch.int32)
     paged = {"seqlens": numbers(7, 12), "block_table": table}
     new, cache = torch.zeros(2, NEW, HEADS, DIM), torch.zeros(6, PAGE, HEADS, DIM)
-    found = AppendArguments(new, new, cache, cache.clone(), **(paged | changes))
+    tensors = {"k": new, "v": new, "k_cache": cache, "v_cache": cache.clone()}
+    found = AppendArguments(**(tensors | paged | changes))
     check(found)
     return found
 
@@ -44,6 +45,20 @@ RIGHT: dict[str, dict[str, Any]] = {
         "block_table": None,
         "seqlens": numbers(17, 0),  # beyond a row, which slots do not ask for
         "slot_mapping": numbers(0, 1, 2, 3, 4, 5, dtype=torch.int64),
+        **ROTARY,
+    },
+    "angles of tokens with a slot alone": {
+        "block_table": None,
+        "seqlens": numbers(18, 19),
+        "slot_mapping": numbers(0, 1, -1, 2, -1, -1, dtype=torch.int64),
+        **ROTARY,
+    },
+    "angles of packed tokens, of which the last are padding": {
+        **{name: torch.zeros(NEW, HEADS, DIM) for name in ("k", "v")},
+        "block_table": None,
+        "seqlens": None,
+        "slot_mapping": numbers(0, 1, dtype=torch.int64),
+        "rotary_seqlens": numbers(18),
         **ROTARY,
     },
 }
@@ -66,7 +81,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "slots are below 48, as many as the cache has, or negative for none; got 48 for token 2",
     ),
     "an angle beyond": ({**ROTARY, "rotary_seqlens": numbers(0, 18)}, "begin at 0 to 17, .* got 18 for sequence 1"),
-    "an angle of lengths": (RIGHT["slots and angles"] | {"seqlens": numbers(18, 0)}, "got 18 for sequence 0"),
+    "an angle of lengths": (RIGHT["slots and angles"] | {"seqlens": numbers(18, 0)}, "0 to 19, .* got 20 for token 2"),
 }
 
 

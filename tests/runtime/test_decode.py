@@ -185,6 +185,17 @@ def test_numbers_of_heads_with_gaps_are_packed(driver: FakeDriver) -> None:
     assert slopes.data_ptr() not in read
 
 
+def test_the_output_of_queries_that_overlap_is_dense(driver: FakeDriver) -> None:
+    """Rows are written by strides that `empty_like` does not have for such queries."""
+    call = make(Case(lens=(40, 7), seqlen_q=2))
+    rows = torch.randn(999).to(call.q.dtype)
+    q = rows.as_strided(call.q.shape, (16, 8, 1, 1))
+    driver.named = kernels_of(call)
+    out = flashgen.attention_decode(q, call.k_cache, call.v_cache, call.seqlens)
+    assert isinstance(out, torch.Tensor)
+    assert out.is_contiguous()
+
+
 def test_tensors_of_a_cpu_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="all of them run on GPUs"):
         runs.run(make(GOOD))
@@ -204,6 +215,7 @@ def test_contents_are_checked_on_request() -> None:
     table = call.block_table.clone()
     table[0, 0] = -1
     check_contents(replace(call, block_table=table, features=Features(window=(3, 0))))
+    check_contents(replace(call, features=Features(window=(2**70, 0))))  # which hides nothing
     plain = make(Case(lens=(40, 7), leftpad=(0, 7)))
     check_contents(plain)
     with pytest.raises(WorkloadError, match="leftpad"):

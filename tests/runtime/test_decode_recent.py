@@ -231,6 +231,37 @@ def test_modes_of_torch_are_told_apart(driver: FakeDriver, no_key: Any) -> None:
     assert len(runs.MEMO) == 1
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_a_gradient_is_refused_behind_a_call_without_one(name: str, driver: FakeDriver) -> None:
+    """A model that is evaluated first and trained afterwards."""
+    call = make(Case(lens=(40, 7), page=16))
+    learned = torch.zeros(call.q.shape[2], requires_grad=True)
+    learns = replace(call, features=replace(call.features, **{name: learned}))
+    with torch.no_grad():
+        for _ in range(3):
+            assert run(driver, learns)
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        run(driver, learns)
+    with torch.no_grad():
+        assert run(driver, learns)
+
+
+@pytest.mark.parametrize("name", ["seqlens", "block_table", "sinks", "alibi_slopes", "leftpad", "batch_idx"])
+def test_one_tensor_of_another_class_takes_the_op(name: str, driver: FakeDriver) -> None:
+    """A kernel would be launched with the address 0 of a FakeTensor or a DTensor, which torch refuses beside others."""
+    rows = {"leftpad": torch.zeros(2).int(), "batch_idx": torch.arange(2).int()}
+    call = make(Case(lens=(40, 7), page=None if name in rows else 16, sinks=True, alibi=True))
+    call = replace(call, **{name: rows[name]}) if name in rows else call
+    launched = len(run(driver, call)) + len(run(driver, call))
+    tensors, named = arguments(call)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(tensors[3] if name == "seqlens" else named[name])
+    given = [*tensors[:3], fake] if name == "seqlens" else tensors
+    with pytest.raises(Exception, match=r"[Ff]ake"):
+        flashgen.attention_decode(*given, **(named if name == "seqlens" else named | {name: fake}))
+    assert len(driver.launches) == launched
+
+
 def test_tensors_without_data_take_the_op(driver: FakeDriver) -> None:
     call = make(PAGED)
     launched = len(run(driver, call)) + len(run(driver, call))

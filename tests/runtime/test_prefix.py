@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import flashgen
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.runtime.decode import api, shared_keys
 from flashgen.runtime.decode.call import DecodeCall
-from flashgen.runtime.decode.prefix import Prefix, run_with_prefix
+from flashgen.runtime.decode.prefix import Prefix, check_prefix, run_with_prefix
 from flashgen.runtime.decode.shared_keys import SharedKeys, check_shared
 from flashgen.runtime.ops import merging
 from tests.decoding import Case, arguments, make
@@ -160,6 +161,8 @@ def broken(rule: str) -> tuple[DecodeCall, Prefix]:
         "got 2 prefixes and group_starts .1, 2.": {"group_starts": (1, 2)},
         "of a prefix: seqlens is int32": {"seqlens": torch.zeros(2)},
         "of a prefix: k_cache has the head_dim": {"k": prefix.k[..., :16]},
+        "v of a prefix has the heads and the head_dim of v_cache": {"v": prefix.k[..., :16]},
+        "k of a prefix has the heads and the head_dim of k_cache": {"k": prefix.k[:, :, :1], "v": prefix.k[:, :, :1]},
         "of a prefix: the last dimension of k_cache": {"k": prefix.k.transpose(1, 3)},
         "of a prefix: without block_table": {"k": prefix.k[:1], "v": prefix.k[:1]},
     }
@@ -175,6 +178,7 @@ RULES = (
     *("both k and v, or neither", "has a block_table, of pages", "groups are of equal size, got 3 prefixes"),
     *("ascending from 0 and below 4, got 2", "got 2 prefixes and group_starts .1, 2.", "of a prefix: seqlens is int32"),
     *("of a prefix: k_cache has the head_dim", "of a prefix: the last dimension of k_cache"),
+    *(f"{name} of a prefix has the heads and the head_dim of {name}_cache" for name in "kv"),
     *("of a prefix: without block_table", "of a prefix: block_table is int32", "a call with a prefix has no leftpad"),
 )
 
@@ -186,6 +190,9 @@ def test_a_prefix_that_breaks_a_rule_is_refused(rule: str, driver: FakeDriver) -
     driver.named = kernels_of(call)
     with pytest.raises(WorkloadError, match=rule):
         run_with_prefix(call, prefix)
+    if not any(word in rule for word in ("equal size", "group_starts", "ascending", "last dimension")):
+        with pytest.raises(WorkloadError, match=rule):  # what tensors without memory show, too
+            check_prefix(call, prefix)
 
 
 def test_wrong_types_are_refused() -> None:
@@ -206,6 +213,29 @@ def test_a_gradient_of_shared_keys_is_refused(driver: FakeDriver) -> None:
     assert prefix.k is not None
     with pytest.raises(UnsupportedError, match="no backward pass"):
         run_with_prefix(call, replace(prefix, k=prefix.k.clone().requires_grad_()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where forward-mode derivatives begin
+@pytest.mark.usefixtures("merges")
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_derivatives_of_shared_keys_that_a_transform_hides_are_refused(name: str, driver: FakeDriver) -> None:
+    """Without a word, every gradient would be 0, and every tangent missing."""
+    call, prefix = make(GOOD), make_prefix(GOOD, (30, 5))
+    driver.named = kernels_of(call)
+    tensors, named = arguments(call)
+    shared: torch.Tensor = getattr(prefix, name)
+
+    def decode(x: torch.Tensor) -> torch.Tensor:
+        out = flashgen.attention_decode(*tensors, **named, prefix=replace(prefix, **{name: x}))
+        assert isinstance(out, torch.Tensor)
+        return out.float().sum()
+
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        torch.func.grad(decode)(shared)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+        decode(forward_ad.make_dual(shared, shared))
+    with torch.profiler.profile(), pytest.raises(UnsupportedError, match="no backward pass"):
+        decode(shared.clone().requires_grad_())
 
 
 @pytest.mark.usefixtures("merges")

@@ -191,6 +191,17 @@ def test_what_has_no_gradient_is_refused_under_transforms_too(call: Callable[[to
         call(forward_ad.make_dual(x, x))
 
 
+def test_a_map_of_calls_that_write_in_place_is_refused() -> None:
+    new, caches = torch.zeros(3, B, 2, H, SQ), torch.zeros(3, B, 8, H, SQ)
+    for given in ({}, {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}):
+
+        def append(x: torch.Tensor, k: torch.Tensor, given: dict[str, Any] = given) -> Any:
+            return flashgen.append_kv(x, x, k, k.clone(), 0, **given, **({"q": x} if given else {}))
+
+        with pytest.raises(UnsupportedError, match=r"vmap does not map flashgen\.append_kv"):
+            torch.vmap(append)(new, caches)
+
+
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "rotary_cos", "rotary_sin"])
 def test_learned_scores_of_what_has_no_gradient_are_refused(name: str) -> None:
     learned = torch.zeros(H, requires_grad=True)

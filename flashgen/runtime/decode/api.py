@@ -13,7 +13,7 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.positions import checked_window
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
-from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
+from flashgen.runtime.argument_types import UNEXPECTED, check_tensor, explain_failure, refuse_names
 from flashgen.runtime.decode.call import NO_BACKWARD, checked_scores, checked_split
 from flashgen.runtime.decode.op import FEATURES, OP
 from flashgen.runtime.decode.open_calls import OPEN
@@ -21,7 +21,7 @@ from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
 from flashgen.runtime.decode.recent import NOTHING, RECENT, with_others
 from flashgen.runtime.decode.runs import attend
 from flashgen.runtime.ops.generated import packed
-from flashgen.runtime.ops.keys import can_bypass_dispatcher, is_tracked, refuse_hidden_derivatives
+from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, is_tracked, refuse_hidden_derivatives
 
 
 @overload
@@ -152,6 +152,7 @@ def attention_decode(  # noqa: C901, PLR0912 - in one piece, as `flashgen.attent
                 tensors = (q, k_cache, v_cache, seqlens, block_table)
             others = 0
             if sinks is not None or alibi_slopes is not None or leftpad is not None or batch_idx is not None:
+                _refuse_gradients(alibi_slopes, sinks)
                 tensors, others = with_others(tensors, (leftpad, batch_idx, sinks, alibi_slopes))
             kind = (len(tensors), others, causal, window, softmax_scale, softcap, fixed_split_size, return_lse)
             try:
@@ -173,13 +174,15 @@ def attention_decode(  # noqa: C901, PLR0912 - in one piece, as `flashgen.attent
         fixed_split_size = checked_split(fixed_split_size)
         if prefix is not None:
             instance("prefix", prefix, Prefix)
-        options = (leftpad, batch_idx, fixed_split_size, return_lse)
-        if is_traced or not can_bypass_dispatcher(q, k_cache, v_cache):
-            numbers = (q, k_cache, v_cache, alibi_slopes, sinks)
+        options, (*of_prefix, starts) = (leftpad, batch_idx, fixed_split_size, return_lse), flat(prefix)
+        others_given = (seqlens, block_table, leftpad, batch_idx, alibi_slopes, sinks, *of_prefix)
+        if is_traced or not (can_bypass_dispatcher(q, k_cache, v_cache) and are_plain(others_given)):
+            numbers = (q, k_cache, v_cache, alibi_slopes, sinks, *of_prefix)
+            check_tensor("seqlens", seqlens)
             refuse_hidden_derivatives("attention_decode", numbers, is_traced=is_traced)
             if torch.is_grad_enabled() and not is_traced and is_tracked(numbers):
                 raise UnsupportedError(NO_BACKWARD)
-            given = (block_table, causal, softmax_scale, *options, *flat(prefix))
+            given = (block_table, causal, softmax_scale, *options, *of_prefix, starts)
             both: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *FEATURES.flat(features))
             return both if return_lse else both[0]
         serving = partial(attend, kind=kind) if prefix is None else partial(attend_with_prefix, prefix)
@@ -200,7 +203,12 @@ def _features_of(
         UnsupportedError: a gradient of the tensors is asked for.
     """
     window, softcap = checked_scores(window, softcap)
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (alibi_slopes, sinks)):
-        raise UnsupportedError(NO_BACKWARD)
+    _refuse_gradients(alibi_slopes, sinks)
     slopes, sinks = (None if one is None else packed(one) for one in (alibi_slopes, sinks))
     return Features(window=window, softcap=softcap, alibi_slopes=slopes, sinks=sinks)
+
+
+def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
+    """Of tensors of a number for every head: calls like one under `torch.no_grad()` are served before other checks."""
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
+        raise UnsupportedError(NO_BACKWARD)

@@ -35,7 +35,7 @@ def check_contents(call: DecodeCall, first_keys: torch.Tensor | None = None) -> 
         refuse((ids < 0) | (ids >= rows), f"batch_idx is 0 to {rows - 1}, a row of the caches", ids)
     if call.block_table is not None:
         table = call.block_table
-        left = keys if call.features.window[0] is None else call.features.window[0]
+        left = keys if call.features.window[0] is None else min(call.features.window[0], keys)
         first = (lens - call.q.shape[1] - left).clamp(min=0)
         first = first if first_keys is None else torch.maximum(first, first_keys)
         place = torch.arange(table.shape[1], device=table.device) * slots

@@ -18,7 +18,7 @@ from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.decode.call import DecodeCall, check_call
 from flashgen.runtime.decode.runs import call_of, run
-from flashgen.runtime.decode.shared_keys import SharedKeys, attend_shared, check_shared
+from flashgen.runtime.decode.shared_keys import SharedKeys, attend_shared, check_heads, check_shared, said_of_a_prefix
 from flashgen.runtime.ops.merging import merge
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
@@ -118,11 +118,12 @@ def check_prefix(call: DecodeCall, prefix: Prefix) -> None:
     shared = prefix.shared_keys(call.k_cache, call.v_cache)
     prefixes = shared.seqlens.shape[:1]
     one_each = call.q.new_empty((*prefixes, *call.q.shape[1:]) if prefixes else call.q.shape)
-    check_call(
-        DecodeCall(
-            q=one_each, k_cache=shared.k, v_cache=shared.v, seqlens=shared.seqlens, block_table=shared.block_table
-        )
+    own = DecodeCall(
+        q=one_each, k_cache=shared.k, v_cache=shared.v, seqlens=shared.seqlens, block_table=shared.block_table
     )
+    with said_of_a_prefix():
+        check_call(own)
+    check_heads(call, shared)
 
 
 def _refuse_leftpad(call: DecodeCall) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,10 +152,9 @@ def passes(call: DecodeCall, shared: SharedKeys, out: Tensor) -> Iterator[Shared
     right = 0 if call.causal else right
     for run in shared.runs(len(call.q)):
         own = shared_call(call, shared, run)
-        try:
+        with said_of_a_prefix():
             checked = CheckedDecode.of(own, out[run.sequences][: run.groups])
-        except WorkloadError as error:
-            raise WorkloadError(f"of a prefix: {error}") from error
+        check_heads(call, shared)
         room = checked.shape.seqlen_k
         if room + own_room > MAX_KEYS:
             raise WorkloadError(f"a sequence has at most {MAX_KEYS} keys, got room for {room + own_room}")
@@ -172,6 +172,33 @@ def passes(call: DecodeCall, shared: SharedKeys, out: Tensor) -> Iterator[Shared
         aligned = checked.spec.aligned16 and is_aligned(call.q) and is_aligned(out)
         spec = replace(checked.spec, offset_tensor=True, aligned16=aligned)
         yield SharedPass(checked=CheckedDecode(spec=spec, shape=shape), run=run, reach=reach, room=room)
+
+
+@contextmanager
+def said_of_a_prefix() -> Iterator[None]:
+    """Rules of a call that are broken here are broken by its prefix, and the message says so."""
+    try:
+        yield
+    except WorkloadError as error:
+        raise WorkloadError(f"of a prefix: {error}") from error
+
+
+def check_heads(call: DecodeCall, shared: SharedKeys) -> None:
+    """Refuse shared keys that are not of the heads of a sequence's own: both passes write one kind of output.
+
+    Args:
+        call: a call whose rules hold.
+        shared: keys whose rules hold among themselves.
+
+    Raises:
+        WorkloadError: heads or their columns are others.
+    """
+    for name, one, own in (("k", shared.k, call.k_cache), ("v", shared.v, call.v_cache)):
+        if one.shape[2:] != own.shape[2:]:
+            raise WorkloadError(
+                f"{name} of a prefix has the heads and the head_dim of {name}_cache, {tuple(own.shape[2:])}, "
+                f"got {tuple(one.shape[2:])}"
+            )
 
 
 def check_shared(call: DecodeCall, shared: SharedKeys) -> None:

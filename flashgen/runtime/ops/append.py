@@ -16,10 +16,12 @@ from flashgen.codegen.append_kv import AppendSpec, append_kernel
 from flashgen.core.settings import settings
 from flashgen.runtime.ops.append_contents import check_contents
 from flashgen.runtime.ops.append_rules import AppendArguments, check, check_apart, check_memory
+from flashgen.runtime.ops.batching import refuse_mapping
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
 from flashgen.runtime.ops.helpers import has_aligned_rows, launcher, remember, used_strides
 from flashgen.runtime.ops.keys import layout_of
+from flashgen.runtime.ops.outputs import dense_like
 from flashgen.runtime.ops.overlap import span_bytes
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ def _nothing_to_write(given: AppendArguments) -> Tensor | None:
     """What serves calls without a new token; a length is no part of a key."""
     if given.seqlen is not None:
         check(given)
-    return None if given.q is None else torch.empty_like(given.q)
+    return None if given.q is None else dense_like(given.q)
 
 
 def _run(launch: HelperRun, first: AppendArguments, spec: AppendSpec) -> Run:
@@ -136,7 +138,7 @@ def _run(launch: HelperRun, first: AppendArguments, spec: AppendSpec) -> Run:
         keep_apart(given)
         if seqlen is not None and not 0 <= seqlen <= room:
             check(given)
-        q_out = None if given.q is None else torch.empty_like(given.q)
+        q_out = None if given.q is None else dense_like(given.q)
         rotary = (given.q, q_out, given.rotary_cos, given.rotary_sin) if is_rotary else ()
         tensors = (k, v, k_cache, v_cache, *rotary, seqlens, given.rotary_seqlens, given[place])
         launch(tensors, (seqlen or 0, *counts))
@@ -198,10 +200,10 @@ def _specialization(given: AppendArguments, *, aligned: bool) -> AppendSpec:
 
 
 def _with_columns(given: AppendArguments) -> list[Tensor]:
-    """The tensors whose rows are moved; queries go where `empty_like` puts them."""
+    """The tensors whose rows are moved; queries go where `dense_like` puts them."""
     found = [given.k, given.v, given.k_cache, given.v_cache]
     if given.q is not None:
-        found += [given.q, torch.empty_like(given.q)]
+        found += [given.q, dense_like(given.q)]
     return found + [one for one in (given.rotary_cos, given.rotary_sin) if one is not None]
 
 
@@ -221,7 +223,7 @@ def _numbers(given: AppendArguments, rows: int, q_rows: int) -> list[int]:
         found += [0] * (4 - tensor.dim()) + list(_strides(tensor))
     found += [*_strides(given.k_cache), *_strides(given.v_cache)]
     if cos is not None and sin is not None:
-        found += [0] * 6 if q is None else [*_strides(q), *_strides(torch.empty_like(q))]
+        found += [0] * 6 if q is None else [*_strides(q), *_strides(dense_like(q))]
         found += [*_strides(cos), *_strides(sin)]
     if given.block_table is not None:
         found += _strides(given.block_table)
@@ -251,13 +253,14 @@ def _fake(*flat: Any) -> None:
 
 def _fake_with_queries(q: Tensor, *flat: Any) -> Tensor:
     check(_with_queries(q, *flat))
-    return torch.empty_like(q)
+    return dense_like(q)
 
 
 for _name, _kernel, _shape in (("append_kv", _op, _fake), ("append_kv_q", _op_with_queries, _fake_with_queries)):
     for _key in ("CPU", "CUDA"):  # the CPU's raises an error, or interprets
         LIBRARY.impl(_name, _kernel, _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"flashgen::{_name}", _shape, lib=LIBRARY)
+    refuse_mapping(_name, "append_kv", LIBRARY)
 
 append_op = torch.ops.flashgen.append_kv.default
 append_q_op = torch.ops.flashgen.append_kv_q.default

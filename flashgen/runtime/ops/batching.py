@@ -13,6 +13,15 @@ from torch.utils import _pytree as pytree
 from flashgen.core.errors import UnsupportedError
 
 
+def refuse_mapping(name: str, function: str, library: torch.library.Library) -> None:
+    """Have `vmap` over an op that writes in place refused by name: calls that are mapped may share what is written."""
+
+    def refused(*_: Any) -> tuple[Any, Any]:
+        raise UnsupportedError(f"vmap does not map flashgen.{function}, which writes in place: call it for each batch")
+
+    torch.library.register_vmap(f"flashgen::{name}", refused, lib=library)
+
+
 def map_one_by_one(name: str, library: torch.library.Library) -> None:
     """Have an op of flashgen run once for each call that `vmap` maps over, lists of tensors included."""
     op: Any = getattr(torch.ops.flashgen, name).default

@@ -17,6 +17,7 @@ from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
 from flashgen.runtime.ops.helpers import has_aligned_rows, launcher, remember, used_strides
 from flashgen.runtime.ops.keys import layout_of
+from flashgen.runtime.ops.outputs import dense_like
 
 if TYPE_CHECKING:
     from flashgen.launch.helper_launch import HelperRun
@@ -164,7 +165,7 @@ def _run(launch: HelperRun, result: Merged) -> Run:
 def empty_merged(first: Tensor, layout: str, dtype: torch.dtype) -> Merged:
     """The uninitialised result of states like this one."""
     shape = [first.shape[axis] for axis in _LSE_AXES[layout]]
-    return torch.empty_like(first, dtype=dtype), first.new_empty(shape, dtype=torch.float32)
+    return dense_like(first, dtype=dtype), first.new_empty(shape, dtype=torch.float32)
 
 
 def _numbers(

@@ -13,7 +13,7 @@ META = torch.device("meta")
 def empty_output(q: torch.Tensor, v: torch.Tensor, *, bshd: bool) -> torch.Tensor:
     """The uninitialised output of a call: q's layout in memory, with v's head_dim."""
     if q.shape[-1] == v.shape[-1]:
-        return torch.empty_like(q)
+        return dense_like(q)
     if bshd or q.stride(1) >= q.stride(2):
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     # (batch, nheads, seqlen, head_dim) as a view of memory in bshd order
@@ -26,13 +26,15 @@ def empty_lse(q: torch.Tensor, *, bshd: bool) -> torch.Tensor:
     return q.new_empty((batch, two, one) if bshd else (batch, one, two), dtype=torch.float32)
 
 
-def dense_like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Uninitialised, dense, in the memory order of a tensor, the last dimension contiguous; None is its device.
+def dense_like(
+    tensor: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Uninitialised, dense, in the memory order of a tensor, the last dimension contiguous; None are its own.
 
     So gradients of q, k and v are laid out, which torch's accumulation then never has to copy.
     """
-    found = torch.empty_like(tensor, device=device)
-    # of an expanded tensor, whose strides have no order, any may come out
+    found = torch.empty_like(tensor, device=device, dtype=dtype)
+    # of an expanded or overlapping tensor, whose strides have no order, any may come out
     return found if found.stride(-1) == 1 else torch.empty_like(found, memory_format=torch.contiguous_format)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashgen.core.features.pages import is_paged
 from flashgen.core.features.sequences import is_packed
 from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
-from flashgen.runtime.ops.outputs import aligned_copy, empty_lse, empty_output, without_padding
+from flashgen.runtime.ops.outputs import aligned_copy, dense_like, empty_lse, empty_output, without_padding
 
 if TYPE_CHECKING:
     from flashgen.core.features.values import Features
@@ -163,7 +163,7 @@ def packed_run(
 
     def layouts_of(q: torch.Tensor, v: torch.Tensor) -> tuple[Layout, Layout]:
         """Those of output and LSE for tensors of as many dimensions."""
-        out = torch.empty_like(q) if same_head_dim else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        out = dense_like(q) if same_head_dim else q.new_empty((*q.shape[:-1], v.shape[-1]))
         heads, rows = lse_shape or (0, 0)
         shape, strides = ((heads, rows), (rows, 1)) if q.dim() == 3 else ((1, heads, rows), (heads * rows, rows, 1))
         found = layouts[q.dim()] = layout_of(out), (shape, strides, torch.float32)
