@@ -19,6 +19,7 @@ from flashgen.runtime.arguments import (
     in_autocast,
     requires_gradient,
     split_offset,
+    with_bias_of_each_key,
 )
 from flashgen.runtime.autograd import training
 from flashgen.runtime.ops import forward as ops
@@ -210,6 +211,8 @@ def attention(  # noqa: C901, PLR0912, PLR0915 - in one piece, because every cal
             if torch.is_grad_enabled() and requires_gradient(
                 q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
             ):
+                if bias is not None and score_mod is not None and (bias.requires_grad or not bypasses_dispatcher):
+                    features = with_bias_of_each_key(features, k, bshd=layout == "bshd")
                 train_features = training.direct_features if bypasses_dispatcher else training.features_attention
                 result = train_features(q, k, v, options, features, deterministic, return_lse)
             elif bypasses_dispatcher:

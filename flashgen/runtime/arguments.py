@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.checks import MAX_INTEGER, is_name_in, real_number, whole_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
@@ -19,7 +21,7 @@ from flashgen.runtime.argument_types import refuse_names
 from flashgen.runtime.ops.calls import check_offset
 from flashgen.runtime.ops.generated import features_function, requires_grad_function
 from flashgen.runtime.ops.keys import is_tracked
-from flashgen.runtime.ops.mods import UserCallable, handle_for, resolve
+from flashgen.runtime.ops.mods import UserCallable, handle_for, loaded_aux, resolve
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS, differentiable_of
 
 LAYOUTS = ("bhsd", "bshd")
@@ -116,11 +118,20 @@ def drawn_state(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tenso
     """The seed and the offset of a call's dropout: what it was given, or two numbers of torch's generator.
 
     They are drawn on the device of q, so a captured CUDA graph draws others whenever it is replayed, and torch.compile,
-    checkpoints and transforms see an ordinary random operation. A call without dropout has none.
+    checkpoints and transforms see an ordinary random operation. A call without dropout has none. Of DTensors all ranks
+    have those of the first one, by a broadcast.
     """
     if not dropout_p:
         return None
-    return torch.randint(MAX_INTEGER, (2,), device=q.device) if rng_state is None else rng_state
+    if rng_state is not None:
+        return rng_state
+    drawn = torch.randint(MAX_INTEGER, (2,), device=q.device)
+    mesh = None if type(q) is torch.Tensor else getattr(q, "device_mesh", None)
+    if mesh is None:
+        return drawn
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return distribute_tensor(drawn, mesh, [Replicate()] * mesh.ndim)
 
 
 def bound(call: Callable[..., Any], named: Mapping[str, Any], function: str) -> dict[str, Any]:
@@ -163,9 +174,24 @@ def requires_gradient(
     return trains
 
 
+def with_bias_of_each_key(features: Features, k: torch.Tensor, *, bshd: bool) -> Features:
+    """Those of a call that trains: a bias that a score_mod follows is expanded where it has one value for all keys.
+
+    The sum of dS over a row, which is such a value's gradient, follows from the LSE alone for scores that enter the
+    softmax. Of those before a score_mod each has a derivative of its own, which kernels write; autograd sums them.
+    """
+    bias = features.bias
+    if bias is None or not bias.dim() or bias.shape[-1] != 1 or k.dim() != 4:
+        return features
+    return replace(features, bias=bias.expand(*bias.shape[:-1], k.shape[1 if bshd else 2]))
+
+
 def _check_functions(features: Features, *, trains: bool, is_hidden: bool) -> None:
+    score_mod = resolve(features.mods).score_mod
     for number, tensor in enumerate(features.aux):
-        is_learned = tensor.requires_grad and resolve(features.mods).score_mod is not None
+        is_learned = tensor.requires_grad and score_mod is not None
+        if is_learned and not is_dynamo_compiling():  # which leaves a call with learned tensors to Python, if it may
+            is_learned = number in loaded_aux(score_mod)
         if not is_learned and (tensor.requires_grad or (is_hidden and is_tracked((tensor,)))):
             raise UnsupportedError(f"{FUNCTIONS.no_gradient}, got aux[{number}] of shape {tuple(tensor.shape)}")
     if trains and features.block_mask is not None and not features.block_mask.trains:

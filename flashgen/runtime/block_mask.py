@@ -20,6 +20,7 @@ from flashgen.core.quoting import shown
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
 from flashgen.runtime.argument_types import check_tensors
 from flashgen.runtime.ops.helpers import is_interpreted
+from flashgen.runtime.ops.keys import are_plain
 from flashgen.runtime.ops.mods import UserCallable, score_mods
 
 
@@ -58,6 +59,11 @@ def block_mask(
     seqlen_q, seqlen_k = _size("seqlen_q", seqlen_q, 0), _size("seqlen_k", seqlen_k, 0)
     check_tensors("aux", aux)
     aux = tuple(aux)
+    if not are_plain(aux):
+        named = ", ".join(sorted({type(one).__name__ for one in aux}))
+        raise WorkloadError(
+            f"aux tensors of a block mask are tensors of torch itself (a DTensor's full_tensor()), got {named}"
+        )
     where = _device(device, aux)
     check_aux(aux, where)
     mods = score_mods(None, mask_mod, tuple(tensor.dtype for tensor in aux))

@@ -101,6 +101,29 @@ def compare_packed() -> None:
                 torch.testing.assert_close(one.full_tensor(), other)
 
 
+def compare_dropout() -> None:
+    """Calls that draw a state of their own, on each of two ranks with other generators: all drop the same weights."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    register_sharding_rules()
+    torch.manual_seed(dist.get_rank())
+    whole = [randn(B, heads, S, D, seed=n) for n, heads in enumerate((H, HK, HK))]
+    rows = [randn(10, heads, D, seed=n) for n, heads in enumerate((H, HK, HK))]
+    with ops_on_cpu():
+        ends = _distributed(torch.tensor([0, 4, 10], dtype=torch.int32), mesh, Replicate())
+        dense = flashgen.attention(*(_distributed(x, mesh, Shard(1)) for x in whole), dropout_p=0.5)
+        mine = [_distributed(x, mesh, Shard(1)) for x in rows]
+        packed = flashgen.attention_varlen(*mine, ends, ends, max_seqlen_q=6, max_seqlen_k=6, dropout_p=0.5)
+        for found, without in ((dense, flashgen.attention(*whole)), (packed, None)):
+            own = found.full_tensor()
+            first = own.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(own, first)
+            assert without is None or not torch.equal(own, without)
+
+
 def _distributed(tensor: Tensor, mesh: Any, placement: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 

@@ -16,7 +16,7 @@ import flashgen
 from flashgen.core.errors import UnsupportedError
 from flashgen.integrations.torch import register_sharding_rules
 from tests.integrations.ops_on_cpu import ops_on_cpu
-from tests.integrations.sharded import compare, compare_packed
+from tests.integrations.sharded import compare, compare_dropout, compare_packed
 from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,7 @@ def part(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     compare()
     compare_packed()
+    compare_dropout()
     dist.destroy_process_group()
 
 

@@ -155,6 +155,10 @@ def shown(b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
     return tl.load(table + h) > k_idx
 
 
+def halved(score, b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
+    return score * 0.5
+
+
 def test_what_cannot_be_summed_is_refused_with_the_rule(by_reference: ByReference) -> None:
     inputs, table = qkv(), torch.zeros(9, requires_grad=True)
     with pytest.raises(UnsupportedError, match=r"no gradient through tl.sin of what depends on an aux .*line 2 "):
@@ -163,11 +167,15 @@ def test_what_cannot_be_summed_is_refused_with_the_rule(by_reference: ByReferenc
         flashgen.attention(*inputs, score_mod=bent, aux=tables(), deterministic=True)
     with pytest.raises(UnsupportedError, match=r"no gradient through a mask_mod alone.* got aux\[0\]"):
         flashgen.attention(*inputs, mask_mod=shown, aux=(table,))
+    with pytest.raises(UnsupportedError, match=r"no gradient through a mask_mod alone.* got aux\[0\]"):
+        flashgen.attention(*inputs, score_mod=halved, mask_mod=shown, aux=(table,))
     with pytest.raises(UnsupportedError, match=r"torch.func or a dispatch mode"):
         torch.func.grad(lambda one: flashgen.attention(*inputs, score_mod=sine, aux=(one,)).sum())(table)
     out = flashgen.attention(*inputs, score_mod=bent, aux=tables())
     with pytest.raises(UnsupportedError, match="first derivatives only"):
         torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"none for several gradients of the output in one"):
+        torch.autograd.grad(out, inputs[0], torch.ones(3, *out.shape), is_grads_batched=True)
     with torch.no_grad():
         assert not flashgen.attention(*inputs, score_mod=bent, aux=tables(), return_lse=True)[0].requires_grad
 

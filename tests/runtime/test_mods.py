@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen
 from flashgen.codegen.block_mask import render_block_mask
@@ -383,6 +384,10 @@ def test_a_block_mask_is_built_on_a_gpu() -> None:
         block_mask(causal, seqlen_q=10, seqlen_k=10, device="cpu")
     with pytest.raises(WorkloadError, match="batch of a block mask is at least 1, got 0"):
         block_mask(causal, 0, seqlen_q=10, seqlen_k=10)
+    with pytest.raises(
+        WorkloadError, match=r"aux tensors of a block mask are tensors of torch itself.* got FakeTensor"
+    ):
+        block_mask(document, seqlen_q=10, seqlen_k=10, aux=(FakeTensorMode().from_tensor(torch.zeros(10)),))
 
 
 def test_the_default_config_walks_blocks() -> None:

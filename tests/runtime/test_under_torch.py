@@ -154,6 +154,11 @@ def test_a_plain_call_saves_the_dispatcher(dispatched: list[str]) -> None:
     assert dispatched == ["attention"]
     flashgen.attention(q, k, v, sinks=torch.zeros(4).as_subclass(Marked))
     assert dispatched == ["attention", "attention_features"]
+    complex_bias = torch.zeros(q.shape[2], k.shape[2], dtype=torch.complex64)
+    flashgen.attention(q, k, v, bias=complex_bias.imag)
+    assert dispatched == ["attention", "attention_features"]
+    flashgen.attention(q, k, v, bias=complex_bias.conj().imag)  # whose sign torch has yet to change in memory
+    assert dispatched == ["attention", "attention_features", "attention_features"]
 
 
 @pytest.mark.usefixtures("on_cpu")

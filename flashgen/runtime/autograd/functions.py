@@ -12,6 +12,7 @@ import torch
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.values import Features
 from flashgen.runtime.autograd.ops import (
+    NO_BATCH_OF_LEARNED,
     NO_DOUBLE_BACKWARD,
     asked_of,
     attention_backward_op,
@@ -155,6 +156,8 @@ class Learned(Featured):
         """Gradients of the arguments."""
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_DOUBLE_BACKWARD)
+        if _needs_op(dout, dlse):
+            raise UnsupportedError(NO_BATCH_OF_LEARNED)
         return _gradients(ctx, dout, dlse, has_op=False)
 
 

@@ -29,6 +29,11 @@ _BACKWARD = (
     f"attention_backward(Tensor dout, Tensor? dlse, {INPUTS}, Tensor out, Tensor lse, {OPTIONS}, "
     f"{DIFFERENTIATED.schema}) -> ({', '.join(['Tensor'] * (3 + len(GRADIENT_FIELDS)))})"
 )
+NO_BATCH_OF_LEARNED = (
+    "aux tensors with a gradient have none for several gradients of the output in one (is_grads_batched=True, or vmap "
+    "over backward passes): ask for one after the other"
+)
+
 NO_DOUBLE_BACKWARD = (
     "flashgen.attention has first derivatives only, and a gradient of its gradient is asked for; "
     "call backward or torch.autograd.grad without create_graph for what goes through it"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.core.config import Config
-from flashgen.core.errors import WorkloadError
+from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.score_tensors import broadcast_kind
 from flashgen.core.features.table import specialization_fields
 from flashgen.core.features.values import Features
@@ -19,6 +19,7 @@ from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, NO_FEATURES, Call, CheckedCall
 from flashgen.runtime.ops.gradients import BiasRule, bias_rule, empty_bias_gradient
 from flashgen.runtime.ops.keys import aux_gradient
+from flashgen.runtime.ops.mods import resolve
 from flashgen.runtime.ops.outputs import META, aligned_like, dense_like, empty_lse, empty_output
 
 
@@ -192,6 +193,13 @@ def _bias(call: BackwardCall, forward: CheckedCall) -> tuple[BiasRule, Features 
     if features is None or features.bias is None or "bias" not in call.gradients:
         return "", features, False
     rule = bias_rule(features.bias, forward.workload.seqlen_k)
+    if (
+        rule == "rows" and features.mods and resolve(features.mods).score_mod is not None
+    ):  # `flashgen.attention` expands it
+        raise UnsupportedError(
+            "the gradient of a bias that a score_mod follows needs a value for each key, got one for all of a row, of "
+            f"shape {tuple(features.bias.shape)}: expand it"
+        )
     is_shared = rule == "full" and broadcast_kind(features.bias) == "keys"
     return rule, replace(features, bias=features.bias.contiguous()) if is_shared else features, is_shared
 

@@ -96,9 +96,14 @@ def are_plain(
     tensor: type = torch.Tensor,
     parameter: type = torch.nn.Parameter,
 ) -> bool:
-    """Whether none of these is of a class that does more than to hold data."""
-    for one in tensors:  # noqa: SIM110 - a generator costs more than its four steps
-        if one is not None and type(one) is not tensor and type(one) is not parameter:
+    """Whether none of these is of a class that does more than to hold data, or a view that is to be negated yet.
+
+    Such views are imaginary parts of conjugates: of stride 2, which q, k and v never have.
+    """
+    for one in tensors:
+        if one is None:
+            continue
+        if (type(one) is not tensor and type(one) is not parameter) or one.is_neg():
             return False
     return True
 

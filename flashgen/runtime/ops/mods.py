@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,16 @@ def score_mods(
         aux=tuple(AUX_TYPES[dtype] for dtype in aux_dtypes),
         block_mask=block_mask,
     )
+
+
+@functools.cache
+def loaded_aux(function: UserFunction) -> frozenset[int]:
+    """Which aux tensors a score_mod names, by number."""
+    definition = ast.parse(function.source).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    named = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+    own = len(ARGUMENTS["score_mod"])
+    return frozenset(number for number, each in enumerate(definition.args.args[own:]) if each.arg in named)
 
 
 def user_function(function: UserCallable, kind: str, aux: int = 0) -> UserFunction:
