@@ -99,8 +99,12 @@ def import_(
 
     if path.suffix == SUFFIX and not with_binaries:
         raise DatabaseError(f"a bundle of compiled kernels is imported with --with-binaries, got {path}")
-    if with_binaries:  # first: a bundle that is refused leaves no records without it
-        import_kernels(path)
+    if with_binaries:
+        if path.suffix != SUFFIX:
+            from flashgen.db.exchange import importable
+
+            importable(path)
+        import_kernels(path)  # first: a bundle that is refused leaves no records without it
     if path.suffix != SUFFIX:
         _import_records(path)
 

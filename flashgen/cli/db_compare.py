@@ -144,7 +144,7 @@ def merge(
             host = executor.describe().hostname
             pairs = [decided(executor, pair) for pair in pairs]
     whole = merged(*sides, list(zip(stored, pairs, strict=True)), run=new_run(), host=host)
-    count = export_records(whole.records, target, origins=whole.origins, replaced=whole.replaced)
+    count = export_records(whole.records, target, origins=whole.origins, replaced=whole.replaced, may_replace=False)
     shown = [pair for pair in pairs if pair.first is not None and pair.second is not None and pair.verdict != "same"]
     _print_pairs(shown, as_json=json, compared=pairs)
     if any(pair.verdict == "undecided" for pair in pairs):

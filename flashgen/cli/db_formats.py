@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -83,6 +84,8 @@ def _write_tables(logs: list[SearchLog], target: str) -> None:
         raise DatabaseError(f"an export to tables needs searches with their settings, and none is stored here{left}")
     for log, search in known:
         run = re.sub(r"[^\w-]", "_", search.run)[:MAX_RUN]  # of a file from somebody else it may be anything
+        if run != search.run:  # which others may become, too
+            run = f"{run}-{hashlib.sha256(search.run.encode()).hexdigest()[:8]}"
         write_log(log, Path(target) / search.device.folder / f"{search.workload.key}-{run}{SUFFIX}")
     output.say(f"{plural(len(known), 'search', 'searches')} written to {target}{left}")
 

@@ -57,7 +57,7 @@ def locked(path: Path) -> Iterator[None]:
         OSError: the file is a link or none of the ordinary kind, cannot be made, or others keep the lock.
     """
     try:
-        from fcntl import LOCK_EX, LOCK_NB, flock
+        from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
     except ImportError:  # processes should have a file each there
         yield
         return
@@ -75,7 +75,10 @@ def locked(path: Path) -> Iterator[None]:
                     name = str(path)[:MAX_NAME]
                     raise TimeoutError(f"a lock is held for moments, got one for {LOCK_WAIT_S:g} s: {name}") from None
             time.sleep(_LOCK_STEP_S)
-        yield
+        try:
+            yield
+        finally:
+            flock(descriptor, LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
     finally:
         os.close(descriptor)
 

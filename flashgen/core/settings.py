@@ -142,7 +142,11 @@ def cache_folder(name: str) -> Path:
         OSError: it cannot be created.
     """
     folder = settings().cache_dir
-    reason = own_subfolder(folder, name)
+    try:
+        reason = own_subfolder(folder, name)
+    except FileNotFoundError:  # files of a cache may be deleted at any time, and so may their folder
+        make_private(folder)
+        reason = why_not_private(folder) or own_subfolder(folder, name)
     return folder / name if reason is None else _other_cache_folder(folder / name, reason)
 
 

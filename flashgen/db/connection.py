@@ -6,7 +6,9 @@ an expression, the processor time of a question. Whatever SQLite reports becomes
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import stat
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import is_own
 
 Access = Literal["write", "read", "shipped"]
 """`write` creates and migrates; `read` sees what other processes write; `shipped` is a file that nobody writes."""
@@ -28,6 +31,11 @@ once `BUSY_TIMEOUT_S` is over: SQLite has waited then, and would as long again."
 
 DEADLINE_S = 30.0
 """Processor time of one question; 100,000 records are read in less, and a look-up reads some dozens."""
+
+JOURNAL, WAL, SHARED_MEMORY = "-journal", "-wal", "-shm"
+"""How SQLite calls its files beside a database."""
+
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 
 STEPS = 100_000
 """Instructions of SQLite's machine between two looks at the clock: some milliseconds."""
@@ -89,19 +97,82 @@ def unbind(connection: sqlite3.Connection) -> None:
 
 
 def connect(path: Path, access: Access) -> sqlite3.Connection:
-    """A connection that cannot load extensions, trusts no expression of the file's schema and begins explicitly."""
-    if access == "write":
-        return _open(path, "mode=rwc")
+    """A connection that cannot load extensions, trusts no expression of the file's schema and begins explicitly.
+
+    Raises:
+        sqlite3.Error: SQLite failed.
+        DatabaseError: what lies beside the file is not what SQLite leaves there, or has to be undone by a writer.
+    """
     if access == "shipped":
         return _open(path, "mode=ro&immutable=1")
-    try:
-        # not mode=ro: the last one to close tidies up the WAL; SQLite itself falls back where writing is not allowed
-        return _open(path, "mode=rw")
-    except sqlite3.OperationalError as error:
-        if _is_locked(error) or path.with_name(path.name + "-wal").exists():
-            raise  # somebody is writing it: only a real connection may read it
-        # WAL needs a shared-memory file beside the database; in a read-only directory there can be none
-        return _open(path, "mode=ro&immutable=1")
+    sizes = sizes_beside(path)
+    if access == "read":
+        return _open_to_read(path, sizes)
+    if sizes.get(JOURNAL):
+        _refuse_to_delete(Path(os.path.realpath(path) + JOURNAL))
+    return _open(path, "mode=rwc")
+
+
+def sizes_beside(path: Path) -> dict[str, int]:
+    """The bytes of SQLite's own files beside a database, where they are: beside the file itself, not beside a link.
+
+    Raises:
+        DatabaseError: one is a pipe, which SQLite would wait for, a link, whose target it would write to, or the like.
+    """
+    real, found = os.path.realpath(path), {}
+    for end in (JOURNAL, WAL, SHARED_MEMORY):
+        try:
+            seen = os.lstat(real + end)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise DatabaseError(f"a tuning database needs a place that can be used; {path}: {error}") from error
+        if not stat.S_ISREG(seen.st_mode):
+            raise DatabaseError(f"beside a tuning database lie ordinary files of SQLite; {real + end} is none")
+        found[end] = seen.st_size
+    return found
+
+
+def _refuse_to_delete(journal: Path) -> None:
+    """Refuse a journal that names another file: SQLite deletes that, and no transaction of ours is of several files.
+
+    The name is in front of its length, its sum and these bytes, at the end (SQLite's file format, section 3).
+    """
+    with journal.open("rb") as file:
+        file.seek(-min(len(_JOURNAL_MAGIC), journal.stat().st_size), os.SEEK_END)
+        if file.read() == _JOURNAL_MAGIC:
+            raise DatabaseError(
+                f"a journal of a tuning database names no other file, which SQLite deletes; {journal} does"
+            )
+
+
+def _open_to_read(path: Path, sizes: dict[str, int]) -> sqlite3.Connection:
+    """A connection that changes nothing that the file or one beside it holds, whoever has made them.
+
+    SQLite rolls back what a journal says, deletes what it names, and copies a WAL into the file, wherever it may write.
+    """
+    if JOURNAL in sizes:  # of a writer that is at work, or was stopped
+        try:
+            return _open(path, "mode=ro")
+        except sqlite3.OperationalError as error:
+            if "readonly" not in str(error):
+                raise
+            raise DatabaseError(
+                "a tuning database whose writer was stopped is read once its owner has opened it for writing, which "
+                f"undoes what was begun, or without the journal that lies beside it; {path} has one"
+            ) from error
+    if sizes.get(WAL):
+        return _open(path, "mode=ro")
+    if is_own(os.stat(path)) and os.access(path, os.W_OK):
+        try:
+            # not mode=ro: the last one to close tidies up what SQLite makes beside the file
+            return _open(path, "mode=rw")
+        except sqlite3.OperationalError as error:
+            if _is_locked(error) or sizes_beside(path).get(WAL):
+                raise  # somebody is writing it: only a real connection may read it
+    # what is made beside the file would stay, of another owner than it, or cannot be made: a full disk, a read-only
+    # folder. What a writer commits meanwhile is in a WAL, and in the file at the end of its work
+    return _open(path, "mode=ro&immutable=1")
 
 
 def use(path: Path, access: Access, action: Callable[[sqlite3.Connection], T], *, name: Path | None = None) -> T:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 
 from flashgen.codegen.families import validate as validate_config
@@ -70,6 +71,7 @@ def export_records(
     *,
     origins: Origins | None = None,
     replaced: Iterable[Replaced] = (),
+    may_replace: bool = True,
 ) -> int:
     """Write `records` to one new SQLite file at `path` and to a CSV of the same name beside it.
 
@@ -80,6 +82,7 @@ def export_records(
         path: the file.
         origins: who made them; nobody is named without.
         replaced: what they took the place of, the first one first.
+        may_replace: whether an export of before is replaced.
 
     Returns:
         How many records were written.
@@ -100,11 +103,25 @@ def export_records(
                 store.put_replaced(past)
             files.pack(draft, packed, path)
             to_csv(ordered, table)
-            packed.replace(path)
+            (packed.replace if may_replace else partial(_place, packed))(path)
             table.replace(path.with_suffix(".csv"))
     except OSError as error:
         raise DatabaseError(f"an export needs a place that can be written, got {path}: {error}") from error
     return len(ordered)
+
+
+def _place(made: Path, path: Path) -> None:
+    """Give a file its name, where nothing has it, whenever that came.
+
+    Raises:
+        DatabaseError: something has.
+    """
+    try:
+        os.link(made, path)
+    except OSError as error:  # or no file system of links
+        if os.path.lexists(path):
+            raise DatabaseError(f"a new file overwrites none; {path} exists") from error
+        made.replace(path)
 
 
 def check_target(path: Path, replaced: Iterable[Replaced] = ()) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.folders import DRAFT_SUFFIX, is_own_file, remove_abandoned, scratch_beside
 from flashgen.core.settings import cache_folder
-from flashgen.db.connection import Access, use
+from flashgen.db.connection import JOURNAL, WAL, Access, sizes_beside, use
 from flashgen.db.inspection import version_of
 from flashgen.db.layout import APPLICATION_ID, SCHEMA_VERSION
 
@@ -113,7 +113,7 @@ def pack(source: Path, target: Path, name: Path | None = None) -> None:
 def _prepare_writable(path: Path, name: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # what a deleted file has left is no part of a new one, and SQLite clears it away where it makes the file itself
-    is_missing = not any(path.with_name(path.name + end).exists() for end in ("", "-wal", "-journal"))
+    is_missing = not path.exists() and not sizes_beside(path).keys() & {JOURNAL, WAL}
     is_new = is_missing and _placed_new(path, name)
     if not is_new and read_version(path, "write", name) != SCHEMA_VERSION:
         use(path, "write", lambda connection: _upgrade(connection, name), name=name)

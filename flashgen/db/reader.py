@@ -254,6 +254,8 @@ class Reader:
         Each is read and built on its own, so that no more than one is held unchecked; `bad` gets those that break a
         rule.
         """
+        if self.access == "read" and self.actual != self.path and not self.actual.exists():
+            self.actual = files.prepare(self.path, self.access)  # files of the cache may be deleted at any time
         connection = connect(self.actual, self.access)
         try:
             deadline.bind(connection)

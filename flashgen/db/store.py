@@ -8,6 +8,7 @@ that is killed loses only the row it was writing. What comes back from a file ha
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +57,7 @@ class Store(StoredTrials):
         # a reader connects anew for each look-up: nothing stays open across a fork or beside a migration
         pool = sa.pool.QueuePool if access == "write" else sa.pool.NullPool
         self._engine = sa.create_engine("sqlite://", creator=lambda: connect(reader.actual, access), poolclass=pool)
+        self._written = _identity(reader.actual) if access == "write" else None
         sa.event.listen(self._engine, "begin", self._begin)
 
     @classmethod
@@ -308,12 +310,26 @@ class Store(StoredTrials):
         # a writer takes its lock first: upgrading a read transaction could fail half way
         if connection.get_execution_options().get("write", False):
             unbind(raw)
+            if _identity(self.reader.actual) != self._written:  # what is written would be lost, or spoil the other one
+                raise DatabaseError(
+                    "a tuning database stays in its place as long as it is open for writing; another file, or none, is "
+                    f"now at {self.path}"
+                )
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         else:
             Deadline().bind(raw)
             connection.exec_driver_sql("BEGIN")
         if self.access != "shipped":
             refuse_computed(raw, self.path)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file lies at a path, None for none."""
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino
 
 
 def _damage(connection: sqlite3.Connection) -> str:

@@ -9,6 +9,7 @@ that each kernel is the one that is asked for: its key is made of the sources, t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -43,6 +44,9 @@ MOST_ENTRIES = 100_000
 MOST_TARGETS = 64
 MOST_BYTES = 4 * 2**30
 """Of a bundle; the largest, of all shipped records of an H200, has a few MB."""
+
+MOST_UNPACKED_BYTES = 4 * 2**30
+"""Of all kernels of one together; those of all shipped records of an H200 have 62 MB."""
 
 _LARGEST_INDEX_BYTES = 64 * 2**20
 _DIGEST_BYTES, _LENGTH_BYTES = 32, 8
@@ -193,16 +197,35 @@ def _installed(name: Path, path: Path, kept_in: str, target: str | None) -> Cont
             raise DatabaseError(f"a bundle is for the GPU that it is imported for, {target}; {name} is for {listed}")
         for _ in entries:  # all is well, or nothing is written
             pass
-        found = found.only(target)
+        digest, found = found.digest, found.only(target)
         folder = cache_folder(kept_in)
         remove_abandoned(folder)  # drafts of an import that was killed
-        for entry in _opened(path)[1]:
-            if entry.key in found.sizes:
-                write_whole(binaries.path_of(kept_in, entry.key), entry.content)
+        again, entries = _opened(path)
+        if again.digest != digest:
+            raise DatabaseError(f"a bundle stays as it is while it is imported, which {name} did not")
+        with _all_or_none() as written:
+            for entry in entries:
+                if entry.key in found.sizes:
+                    target_path = binaries.path_of(kept_in, entry.key)
+                    if not target_path.exists():
+                        written.append(target_path)
+                    write_whole(target_path, entry.content)
         (folder / f"{found.triton}{binaries.VERSION_SUFFIX}").touch()
     except OSError as error:
         raise DatabaseError(f"a bundle is a file that can be read, and needs a place; {name}: {error}") from error
     return found
+
+
+@contextlib.contextmanager
+def _all_or_none() -> Iterator[list[Path]]:
+    """New files, which are deleted again where the last of them cannot be written."""
+    written: list[Path] = []
+    try:
+        yield written
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _opened(path: Path) -> tuple[Contents, Iterator[Entry]]:
@@ -251,6 +274,8 @@ def _contents(head: dict[str, Any], digest: str) -> Contents:
     if not _VERSION.fullmatch(text("triton", head["triton"])):
         raise ValueError(f"it names a version of Triton, got {shown(head['triton'])}")
     sizes = {text("a key", each["key"]): (_size(each["bytes"]), _size(each["compressed"])) for each in head["entries"]}
+    if sum(size for size, _ in sizes.values()) > MOST_UNPACKED_BYTES:
+        raise ValueError(f"its kernels have at most {MOST_UNPACKED_BYTES >> 30} GiB together")
     if len(sizes) != len(entries) or not all(map(_KEY.fullmatch, sizes)):
         raise ValueError("it has keys of 64 hexadecimal digits, each once")
     target_of = {each["key"]: text("the target of a kernel", each.get("target", "")) for each in head["entries"]}

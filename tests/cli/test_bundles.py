@@ -96,6 +96,15 @@ def test_a_bundle_for_another_gpu_than_this_one_is_refused(
     assert kept() == []
 
 
+def test_of_records_that_are_refused_no_kernels_are_taken(invoke: Invoke, tuned: Path, tmp_path: Path) -> None:
+    target = tmp_path / "tuned.sqlite3"
+    invoke("db", "export", target, "--with-binaries")
+    target.write_bytes(b"not a database" * 99)
+    done = invoke("db", "import", target, "--with-binaries")
+    assert (done.exit_code, "file is not a database" in done.stderr) == (1, True)
+    assert kept() == []
+
+
 def test_what_does_not_compile_is_said_and_left_out(
     invoke: Invoke, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from flashgen.codegen.render import source_digest
 from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings
+from flashgen.db import files
 from flashgen.db.exchange import export_records
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke
@@ -79,6 +80,22 @@ def test_a_merge_takes_the_faster_ones_and_overwrites_nothing(invoke: Invoke, si
     assert again.exit_code == 1
     assert "overwrites none" in again.stderr
     assert merged.read_bytes() == content
+
+
+def test_a_merge_overwrites_no_file_that_comes_while_it_races(
+    invoke: Invoke, sides: tuple[str, str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, target = sides
+
+    def packed(source: Path, path: Path, name: Path) -> None:
+        pack(source, path, name)
+        target.write_text("of somebody else")
+
+    pack = files.pack
+    monkeypatch.setattr(files, "pack", packed)
+    done = invoke("db", "merge", first, second, "-o", str(target))
+    assert (done.exit_code, "a new file overwrites none" in done.stderr) == (1, True)
+    assert target.read_text() == "of somebody else"
 
 
 def test_a_merge_of_files_with_nothing_in_common_counts_what_each_has(invoke: Invoke, tmp_path: Path) -> None:

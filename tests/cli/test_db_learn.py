@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_searches_of_a_database_are_learned_from_once_exported(
     assert "1 search written" in done.stdout
     assert "1 searches are without their settings" in done.stdout
     (path,) = (tmp_path / "tables" / H100.folder).iterdir()
-    assert path.name == f"{WORKLOAD.key}-______a_run.jsonl.gz"
+    assert path.name == f"{WORKLOAD.key}-______a_run-{sha256(b'../../a run').hexdigest()[:8]}.jsonl.gz"
     assert len(read_log(path).trials) == 20
     out = tmp_path / "learned"
     assert invoke("db", "learn", path, "-o", out, "--device", "h100").exit_code == 0

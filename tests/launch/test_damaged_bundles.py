@@ -37,6 +37,39 @@ def test_a_damaged_bundle_is_refused_whole(bundle: Path) -> None:
     assert kept() == []
 
 
+def test_a_bundle_that_is_exchanged_while_it_is_imported_is_refused(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is printed is the hash of the one that was checked."""
+    bundles.write(tmp_path / "evil", [entry(*OTHER)], ["sm90"], version())
+    monkeypatch.setattr(bundles, "remove_abandoned", lambda folder: os.replace(tmp_path / "evil", bundle))
+    with pytest.raises(DatabaseError, match="stays as it is while it is imported"):
+        bundles.install(bundle)
+    assert kept() == []
+
+
+def test_of_a_bundle_that_cannot_be_kept_whole_nothing_is_kept(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def full(path: Path, content: bytes) -> None:
+        if written:
+            raise OSError("no space left on device")
+        written.append(path)
+        path.write_bytes(content)
+
+    monkeypatch.setattr(bundles, "write_whole", full)
+    with pytest.raises(DatabaseError, match="no space left"):
+        bundles.install(bundle)
+    assert written
+    assert kept() == []
+
+
+def test_kernels_are_of_a_bounded_size_together(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "MOST_UNPACKED_BYTES", 100)
+    with pytest.raises(DatabaseError, match="its kernels have at most 0 GiB together"):
+        bundles.install(bundle)
+
+
 def put(head: dict[str, Any], entries: list[bytes], content: bytes, size: int | None = None) -> None:
     """Another first entry, with the right hash."""
     entries[0] = content

@@ -265,6 +265,26 @@ def test_what_is_planted_for_a_lock_is_refused_and_not_waited_for(
 
 
 @pytest.mark.timeout(20)
+def test_a_child_that_was_forked_meanwhile_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the descriptor, too, as long as it lives."""
+    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.05)
+    with files.locked(tmp_path / "lock"):
+        held = os.dup(max(int(name) for name in os.listdir("/proc/self/fd") if _leads_to(name, tmp_path / "lock")))
+    try:
+        with files.locked(tmp_path / "lock"):
+            pass
+    finally:
+        os.close(held)
+
+
+def _leads_to(descriptor: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}") == str(path)
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(20)
 def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

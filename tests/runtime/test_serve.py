@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import flashgen
 from flashgen.core.errors import BuildError
 from flashgen.launch.geometry import Geometry
-from flashgen.runtime.ops import runs, serve
+from flashgen.runtime.ops import kernel_cache, runs, serve
 from tests.fakes.gpu import MARK, FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import Ladder, config, default, faster, measured
 
@@ -138,6 +140,29 @@ def test_reload_reads_the_databases_again_and_keeps_the_kernels(gpu: FakeGpu, la
     flashgen.attention(q, k, v, causal=True)
     assert [each[1] for each in gpu.planned] == [default(), config(32), config(32)]
     assert [each[1] for each in gpu.compiled] == [default(), config(32)]
+
+
+def test_reload_while_a_thread_compiles_forgets_what_that_compiles(
+    gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the compile, and the record of then is not remembered behind it."""
+    q, k, v = (tensor(4, h, 4096, 128) for h in (32, 8, 8))
+    compiling, real = threading.Event(), kernel_cache.built
+
+    def built(*asked: Any) -> Any:
+        compiling.set()
+        time.sleep(0.2)  # in which the other thread begins to wait
+        return real(*asked)
+
+    monkeypatch.setattr(kernel_cache, "built", built)
+    thread = threading.Thread(target=flashgen.attention, args=(q, k, v), kwargs={"causal": True})
+    thread.start()
+    compiling.wait()
+    ladder.user(measured(config=config(32)))
+    flashgen.reload()
+    thread.join()
+    flashgen.attention(q, k, v, causal=True)
+    assert [each[1] for each in gpu.planned] == [default(), config(32)]
 
 
 def test_reload_reads_the_settings_again(gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:

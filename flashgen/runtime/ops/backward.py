@@ -161,9 +161,10 @@ def prepared(
         deterministic=bool(flags & DETERMINISTIC),
         gradients=asked_gradients(flags),
     )
-    run = serve.prepare(call)
-    for name, tensor in zip(("lse", "dlse"), sums, strict=True):
-        if tensor is not None:
-            check_lse(name, tensor, q, bshd=forward.bshd)
-    serve.remember(key, run)
+    with serve.LOCK:  # as in the forward pass
+        run = serve.prepare(call)
+        for name, tensor in zip(("lse", "dlse"), sums, strict=True):
+            if tensor is not None:
+                check_lse(name, tensor, q, bshd=forward.bshd)
+        serve.remember(key, run)
     return run

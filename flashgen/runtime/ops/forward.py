@@ -185,13 +185,14 @@ def prepared(
         mods=user_mods.resolve(features.mods) if features is not None and features.mods else None,
         open_key=open_key,
     )
-    run = _remembered(alone)
-    if run is None:
-        run = serve.prepare(call)
-        serve.remember(alone, run)
-    if alone is not key:
-        _check_backward(call, flags)
-        serve.remember(key, run)
+    with serve.LOCK:  # what `reload` forgets while this thread compiles would else be remembered behind it
+        run = _remembered(alone)
+        if run is None:
+            run = serve.prepare(call)
+            serve.remember(alone, run)
+        if alone is not key:
+            _check_backward(call, flags)
+            serve.remember(key, run)
     return run
 
 
