@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from flashgen.launch.bundles import Contents, Entry
 
 SUFFIX = ".kernels"
+
+PARENT_CHECK_S = 0.5
+"""How often a worker looks whether the process that it compiles for is there."""
 
 Job = tuple[Specialization, Config, Device]
 HelperJob = tuple["HelperKernel", Device]
@@ -57,7 +63,8 @@ def compile_kernels(
     helpers = helper_jobs_of(jobs) if with_helpers else []
     entries: list[Entry] = []
     failures: list[str] = []
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, initializer=_end_with, initargs=(os.getpid(),)) as pool:
         for found in (*pool.map(_compiled, jobs), *pool.map(_compiled_helper, helpers)):
             if isinstance(found, str):
                 failures.append(found)
@@ -69,6 +76,17 @@ def compile_kernels(
         raise DatabaseError(f"a bundle needs kernels; none of {len(jobs)} can be given away")
     targets = frozenset(device.arch for _, _, device in jobs)
     return Kernels(entries=tuple(entries), targets=targets, triton=version)
+
+
+def _end_with(parent: int) -> None:
+    """End this worker when the process that it compiles for is gone: it would wait for its own pipe for ever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def write_kernels(kernels: Kernels, path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +96,12 @@ def test_a_bundle_for_another_gpu_than_this_one_is_refused(
     assert done.exit_code == 1
     assert "is for the GPU that it is imported for, sm90" in done.stderr
     assert kept() == []
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_ends_with_the_process_that_it_compiles_for() -> None:
+    code = "import time; from flashgen.cli.bundles import _end_with; _end_with(1 << 30); time.sleep(50)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=40).returncode == 1
 
 
 def test_of_records_that_are_refused_no_kernels_are_taken(invoke: Invoke, tuned: Path, tmp_path: Path) -> None:

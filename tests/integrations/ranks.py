@@ -8,17 +8,20 @@ imports torch once and forks a process a rank; its exit code is that of the firs
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import flashgen
 from flashgen import reference
-from flashgen.core.errors import WorkloadError
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
 from flashgen.integrations.torch import context_parallel_attention, split_sequence
 from tests.integrations.ops_on_cpu import ops_on_cpu
 
@@ -97,8 +100,34 @@ def main(rank: int, folder: str) -> None:
             pass
         else:
             raise AssertionError("a process that is not in a group is refused")
+        refusals(rank)
     flashgen.merge_states = whole
     dist.destroy_process_group()
+
+
+def refusals(rank: int) -> None:
+    """What no rank does, in words of flashgen, and none of it on some ranks alone."""
+    x = torch.ones(B, H, 4, D, requires_grad=True)
+    given: dict[str, Any] = {"method": "ring", "causal": True}
+    assert context_parallel_attention(x, x, x, None, **given).shape == x.shape
+    ring = context_parallel_attention(x, x, x, None, **given)
+    refused("first derivatives only", lambda: torch.autograd.grad(ring.sum(), x, create_graph=True))
+    refused(
+        "no gradient under transforms",
+        lambda: torch.func.grad(lambda y: context_parallel_attention(y, y, y, None, **given).sum())(x),
+    )
+    refused("is of a process group", lambda: context_parallel_attention(x, x, x, "world"))
+    os.environ["FLASHGEN_CHECKS"] = "1"
+    settings.cache_clear()
+    odd = torch.ones(B, H, 4 + rank % 2, D)
+    refused("all ranks make the same calls", lambda: context_parallel_attention(odd, odd, odd, None))
+    assert context_parallel_attention(x, x, x, None).shape == x.shape
+
+
+def refused(words: str, call: Callable[[], object]) -> None:
+    """A call is refused in such words."""
+    with pytest.raises((WorkloadError, UnsupportedError), match=words):
+        call()
 
 
 if __name__ == "__main__":

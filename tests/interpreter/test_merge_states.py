@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashgen
+from flashgen import reference
 
 BATCH, HEADS, ROWS, NAN, INF = 2, 3, 5, float("nan"), float("inf")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -126,6 +127,18 @@ def merged_with_gradient(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.
     weights = lses.masked_fill(~seen, -1e4).softmax(0) * seen
     out = (weights[..., None] * outs.masked_fill(~seen[..., None], 0.0)).sum(0)
     return out, torch.where(seen.any(0), lses.masked_fill(~seen, -1e4).logsumexp(0), -INF)
+
+
+def test_second_derivatives_where_no_state_has_a_key_are_0() -> None:
+    found = []
+    for merge in (flashgen.merge_states, reference.merge_states):
+        outs = [torch.zeros(1, 1, 2, 16, requires_grad=True) for _ in range(2)]
+        lses = [torch.tensor([[[0.0, -INF]]], requires_grad=True) for _ in range(2)]
+        out, _ = merge(outs, lses)
+        first = torch.autograd.grad(out.exp().sum(), [*outs, *lses], create_graph=True)
+        found.append(torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), lses))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_merged_states_have_gradients_under_transforms() -> None:

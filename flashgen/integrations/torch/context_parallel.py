@@ -16,6 +16,7 @@ import flashgen
 from flashgen.core.checks import flag, is_name_in, torch_tensor
 from flashgen.core.errors import WorkloadError
 from flashgen.core.quoting import shown
+from flashgen.core.settings import settings
 from flashgen.integrations.torch.ring import GroupExchange, ScoreOptions, ring_attention
 from flashgen.integrations.torch.sequence_parts import (
     CONSECUTIVE,
@@ -32,6 +33,12 @@ from flashgen.runtime.arguments import CallArguments, features_of, in_autocast
 Tensor = torch.Tensor
 
 ALL_GATHER, RING = "all_gather", "ring"
+_REASONS = {
+    "layout": "parts are (batch, nheads, seqlen, head_dim)",
+    "return_lse": "the LSE of a part is not returned",
+}
+"""Why there is no argument that `flashgen.attention` has, where it is not that places are of the whole sequence."""
+
 TAKEN = ("window", "softmax_scale", "softcap", "sinks", "deterministic")
 
 
@@ -52,7 +59,8 @@ def context_parallel_attention(
         q: queries of this rank's part, (batch, nheads, seqlen, head_dim), as long on every rank.
         k: its keys, (batch, nheads_k, seqlen, head_dim).
         v: its values, (batch, nheads_k, seqlen, head_dim_v).
-        group: a process group of `torch.distributed`. All of its ranks make the same calls, backward passes included.
+        group: a process group of `torch.distributed`; None is the default one. All of its ranks make the same calls,
+            backward passes included.
         causal: key j is visible to query i iff `j <= i`, in places of the whole sequence.
         method: "all_gather" has K and V of the whole sequence on every rank; "ring" passes them on, part by part. What
             ranks add to the gradients of k and v is rounded to their dtype before it is summed, in a ring also what
@@ -67,7 +75,9 @@ def context_parallel_attention(
 
     Raises:
         WorkloadError: the parts of q, k and v differ in length, an argument knows places of this part alone, or there
-            is no such method or order, torch.distributed is not initialized, or this process is not in the group.
+            is no such method or order, torch.distributed is not initialized, or this process is not in the group. With
+            `FLASHGEN_CHECKS=1` also where ranks make other calls, which else may end them, or mix up keys.
+        UnsupportedError: a ring is asked for gradients by a transform of torch.func, or for second derivatives.
         TypeError: there is no such argument.
     """
     _check_names(arguments)
@@ -77,6 +87,9 @@ def context_parallel_attention(
     arguments |= {} if sinks is None else {"sinks": sinks}
     options = _options(causal, **arguments)
     exchange = _exchange(group)
+    if settings().checks:
+        of_scores = [arguments.get(name) for name in ("window", "softmax_scale", "softcap")]
+        _check_alike(exchange, (q, k, v), causal, *of_scores, method, order)
     if not q.shape[2]:  # as long on every rank: no key is anywhere
         return flashgen.attention(q, k, v, causal=causal, **arguments)  # type: ignore[no-any-return]
     if method == ALL_GATHER:
@@ -87,9 +100,11 @@ def context_parallel_attention(
 
 def _check_names(arguments: dict[str, Any]) -> None:
     unknown = sorted(arguments.keys() - set(TAKEN))
-    refuse_names("context_parallel_attention", (name for name in unknown if name not in CallArguments.__annotations__))
+    known = CallArguments.__annotations__.keys() | _REASONS.keys()
+    refuse_names("context_parallel_attention", (name for name in unknown if name not in known))
     for name in unknown:
-        raise WorkloadError(f"context parallel attention takes no {name}: it knows places of one part alone")
+        reason = _REASONS.get(name, "it knows places of one part alone")
+        raise WorkloadError(f"context parallel attention takes no {name}: {reason}")
 
 
 def _exchange(group: Any) -> GroupExchange:
@@ -99,10 +114,36 @@ def _exchange(group: Any) -> GroupExchange:
         raise WorkloadError(
             "context parallel attention needs init_process_group of torch.distributed, and nobody called it"
         )
+    if group is None:  # as functions of torch.distributed call the default one
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise WorkloadError(
+            "context parallel attention is of a process group of torch.distributed (get_group() of a DeviceMesh), got "
+            f"{shown(group)}"
+        )
     exchange = GroupExchange(group)
     if exchange.rank < 0:
         raise WorkloadError("context parallel attention is called on the ranks of its group, and this process is none")
     return exchange
+
+
+def _check_alike(exchange: GroupExchange, tensors: tuple[Tensor, ...], *options: object) -> None:
+    """Refuse calls of other shapes, dtypes or options on other ranks, which would end them or mix up their keys.
+
+    Raises:
+        WorkloadError: there are some.
+    """
+    import torch.distributed as dist
+
+    own = [(str(x.dtype), tuple(x.shape)) for x in tensors], options
+    found: list[Any] = [None] * exchange.ranks
+    dist.all_gather_object(found, own, exchange.group)
+    for rank, other in enumerate(found):
+        if other != own:
+            raise WorkloadError(
+                f"all ranks make the same calls of context parallel attention, got {shown(own)} here and "
+                f"{shown(other)} on rank {rank}"
+            )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, method: str, order: str) -> None:

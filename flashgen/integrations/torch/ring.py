@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 import flashgen
+from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.values import Features
 from flashgen.integrations.torch.sequence_parts import Block
-from flashgen.runtime.autograd.ops import attention_backward_op
+from flashgen.runtime.autograd.ops import NO_DOUBLE_BACKWARD, attention_backward_op
+from flashgen.runtime.ops.keys import is_transformed
 from flashgen.runtime.ops.schemas import DIFFERENTIATED, GRADIENT_FIELDS
 
 Tensor = torch.Tensor
@@ -97,6 +98,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, steps: S
         steps: of this rank, as `ring_steps` lists them.
         options: of the call.
     """
+    if is_transformed():
+        raise UnsupportedError(
+            'context parallel attention by method="ring" has no gradient under transforms of torch.func; by '
+            '"all_gather" it has'
+        )
     found: Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
         q, k, v, options.features.sinks, exchange, steps, options
     )
@@ -122,8 +128,9 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_DOUBLE_BACKWARD)
         q, k, v, out, lse, sinks = ctx.saved_tensors
         exchange, steps, options = ctx.others
         options = options._replace(features=replace(options.features, sinks=sinks))

@@ -43,7 +43,8 @@ class _MergeStates(torch.autograd.Function):
         def to_rows(of_lse: Tensor) -> Tensor:
             return (of_lse.transpose(-1, -2) if ctx.swaps_heads else of_lse)[..., None]
 
-        share = torch.where(lses.isinf(), 0.0, (lses - lse).exp())
+        # of a row that no state has a key for, -inf - -inf is NaN, and so would second derivatives be through a choice
+        share = (lses - torch.where(lse.isinf(), 0.0, lse)).masked_fill(lses.isinf(), -torch.inf).exp()
         # what a state without keys holds may be anything
         seen = torch.where(to_rows(lses).isinf(), 0.0, outs.float())
         weights, gradient = to_rows(share), dout.float()
