@@ -6,6 +6,7 @@ an expression, the processor time of a question. Whatever SQLite reports becomes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -138,8 +139,8 @@ def _refuse_to_delete(journal: Path) -> None:
 
     The name is in front of its length, its sum and these bytes, at the end (SQLite's file format, section 3).
     """
-    with journal.open("rb") as file:
-        file.seek(-min(len(_JOURNAL_MAGIC), journal.stat().st_size), os.SEEK_END)
+    with contextlib.suppress(FileNotFoundError), journal.open("rb") as file:  # a writer that ends deletes its own
+        file.seek(-min(len(_JOURNAL_MAGIC), os.fstat(file.fileno()).st_size), os.SEEK_END)
         if file.read() == _JOURNAL_MAGIC:
             raise DatabaseError(
                 f"a journal of a tuning database names no other file, which SQLite deletes; {journal} does"
@@ -157,6 +158,9 @@ def _open_to_read(path: Path, sizes: dict[str, int]) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             if "readonly" not in str(error):
                 raise
+            left = sizes_beside(path)
+            if JOURNAL not in left:  # another process has undone it meanwhile
+                return _open_to_read(path, left)
             raise DatabaseError(
                 "a tuning database whose writer was stopped is read once its owner has opened it for writing, which "
                 f"undoes what was begun, or without the journal that lies beside it; {path} has one"

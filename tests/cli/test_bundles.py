@@ -34,7 +34,7 @@ pytest.importorskip("zstandard")
 class OneProcess:
     """Compiles in this process."""
 
-    def __init__(self, *asked: object) -> None:
+    def __init__(self, *asked: object, **named: object) -> None:
         pass
 
     def __enter__(self) -> OneProcess:

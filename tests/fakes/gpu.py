@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from flashgen.core.config import Config
@@ -34,6 +35,9 @@ class OnGpu(torch.Tensor):
 
     def get_device(self) -> int:
         return 0
+
+
+AnyEmulated = TypeVar("AnyEmulated", bound="EmulatedGpu")
 
 
 def tensor(
@@ -213,6 +217,14 @@ class EmulatedGpu(FakeGpu):
             return neg_delta
 
         return launch
+
+
+def emulated_by(kind: type[AnyEmulated], emulated: EmulatedGpu, patch: pytest.MonkeyPatch) -> AnyEmulated:
+    """One of another kind in the place of an emulated GPU, which makes its plans from here on."""
+    found = kind(compiled=emulated.compiled)
+    patch.setattr(plan, "make_plan", found.make_plan)
+    patch.setattr(plan, "make_backward_plan", found.make_backward_plan)
+    return found
 
 
 def _views(

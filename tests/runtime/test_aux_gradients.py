@@ -15,9 +15,8 @@ import flashgen
 import flashgen.reference
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Specialization
-from flashgen.launch import plan
 from flashgen.launch.backward import BackwardTensors
-from tests.fakes.gpu import EmulatedGpu, FakeGpu
+from tests.fakes.gpu import EmulatedGpu, FakeGpu, emulated_by
 
 Tensor = torch.Tensor
 SQ, SK = 9, 12
@@ -93,10 +92,7 @@ class ByReference(EmulatedGpu):
 
 @pytest.fixture
 def by_reference(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> ByReference:
-    found = ByReference(compiled=emulated.compiled)
-    monkeypatch.setattr(plan, "make_plan", found.make_plan)
-    monkeypatch.setattr(plan, "make_backward_plan", found.make_backward_plan)
-    return found
+    return emulated_by(ByReference, emulated, monkeypatch)
 
 
 def test_the_reference_differentiates_by_what_is_loaded() -> None:

@@ -11,12 +11,11 @@ import torch
 import flashgen
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Specialization
-from flashgen.launch import plan
 from flashgen.launch.backward import BackwardTensors
 from flashgen.runtime.arguments import features_of
 from flashgen.runtime.autograd.ops import attention_train_op
 from flashgen.runtime.ops.schemas import TRAINED
-from tests.fakes.gpu import EmulatedGpu, FakeGpu
+from tests.fakes.gpu import EmulatedGpu, FakeGpu, emulated_by
 from tests.runtime.training import SK, SQ, B, H, leaf, qkv
 
 Tensor = torch.Tensor
@@ -67,10 +66,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
 
 @pytest.fixture
 def by_reference(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> ByReference:
-    found = ByReference(compiled=emulated.compiled)
-    monkeypatch.setattr(plan, "make_plan", found.make_plan)
-    monkeypatch.setattr(plan, "make_backward_plan", found.make_backward_plan)
-    return found
+    return emulated_by(ByReference, emulated, monkeypatch)
 
 
 @pytest.mark.usefixtures("by_reference")
