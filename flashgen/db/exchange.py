@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from pathlib import Path
 
 from flashgen.codegen.families import validate as validate_config
@@ -103,7 +102,10 @@ def export_records(
                 store.put_replaced(past)
             files.pack(draft, packed, path)
             to_csv(ordered, table)
-            (packed.replace if may_replace else partial(_place, packed))(path)
+            if may_replace:
+                packed.replace(path)
+            else:
+                _place(packed, path)
             table.replace(path.with_suffix(".csv"))
     except OSError as error:
         raise DatabaseError(f"an export needs a place that can be written, got {path}: {error}") from error

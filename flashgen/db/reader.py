@@ -99,10 +99,17 @@ class Reader:
             validate: the check that every config must pass.
         """
         self.path = path
-        self.actual = actual
+        self._actual = actual
         self.access: Access = access
         self.validate = validate
         self._reported: set[tuple[str, int]] = set()
+
+    @property
+    def actual(self) -> Path:
+        """The file to connect to: of an older one a migrated copy, made again where its cache was deleted meanwhile."""
+        if self.access == "read" and self._actual != self.path and not self._actual.exists():
+            self._actual = files.prepare(self.path, self.access)
+        return self._actual
 
     @classmethod
     def open(
@@ -254,8 +261,6 @@ class Reader:
         Each is read and built on its own, so that no more than one is held unchecked; `bad` gets those that break a
         rule.
         """
-        if self.access == "read" and self.actual != self.path and not self.actual.exists():
-            self.actual = files.prepare(self.path, self.access)  # files of the cache may be deleted at any time
         connection = connect(self.actual, self.access)
         try:
             deadline.bind(connection)

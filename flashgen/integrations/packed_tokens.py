@@ -179,8 +179,6 @@ def rotated_queries(
     whole = q
     if ends is not None:
         check_numbers("cu_seqlens_q", ends, (len(first) + 1,), q.device, "where each begins, and where the last ends")
-        if q.dim() != 3:
-            raise WorkloadError(f"with cu_seqlens_q q is (total_q, nheads, head_dim), got {tuple(q.shape)}")
         tokens = PackedTokens.between(ends.contiguous(), len(q))
         at = tokens.positions(first) if in_order else first[tokens.sequence]
         whole, first = q[:, None], _within_int32(at, 0, len(rotary["rotary_cos"]) - 1)

@@ -35,18 +35,18 @@ def check_contents(given: AppendArguments) -> None:
         refuse((lens < 0) | (lens > room), rule, lens)
         _check_rows(given, lens)
     first = lens if given.rotary_seqlens is None else given.rotary_seqlens.long()
-    if given.rotary_cos is not None and first is not None and given.slot_mapping is not None:
-        _check_angles(given, given.slot_mapping, first)
-    elif given.rotary_cos is not None and first is not None:
-        most = len(given.rotary_cos) - given.seqlen_new
+    if given.rotary_cos is not None and first is not None:
+        _check_angles(given, first, len(given.rotary_cos))
+
+
+def _check_angles(given: AppendArguments, first: torch.Tensor, positions: int) -> None:
+    """The positions of new keys, where slots are given of those that have one."""
+    if given.slot_mapping is None:
+        most = positions - given.seqlen_new
         rule = f"the positions of {given.seqlen_new} new keys begin at 0 to {most}, as the rotary tables end"
         refuse((first < 0) | (first > most), rule, first)
-
-
-def _check_angles(given: AppendArguments, slots: torch.Tensor, first: torch.Tensor) -> None:
-    """The positions of new keys that have a slot."""
-    assert given.rotary_cos is not None
-    most, slots = len(given.rotary_cos) - 1, slots.view(given.batch, -1)
+        return
+    most, slots = positions - 1, given.slot_mapping.view(given.batch, -1)
     places = first[:, None] + torch.arange(slots.shape[1], device=slots.device)
     wrong = (slots >= 0) & ((places < 0) | (places > most))
     rule = f"new keys with a slot are at positions 0 to {most}, as the rotary tables end"

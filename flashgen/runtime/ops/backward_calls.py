@@ -193,9 +193,8 @@ def _bias(call: BackwardCall, forward: CheckedCall) -> tuple[BiasRule, Features 
     if features is None or features.bias is None or "bias" not in call.gradients:
         return "", features, False
     rule = bias_rule(features.bias, forward.workload.seqlen_k)
-    if (
-        rule == "rows" and features.mods and resolve(features.mods).score_mod is not None
-    ):  # `flashgen.attention` expands it
+    # which `flashgen.attention` expands
+    if rule == "rows" and features.mods and resolve(features.mods).score_mod is not None:
         raise UnsupportedError(
             "the gradient of a bias that a score_mod follows needs a value for each key, got one for all of a row, of "
             f"shape {tuple(features.bias.shape)}: expand it"
