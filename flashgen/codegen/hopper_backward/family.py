@@ -228,6 +228,7 @@ _WON: tuple[Changes, ...] = (
 _TOGETHER: Changes = {"stagger_warpgroups": False}
 _ORDERS: tuple[Changes, ...] = (
     {"q_stages": 3},
+    {"block_m": ROWS, "q_stages": 3},
     {"qk_prefetch": True, "accumulator_init": "interleaved"},
     _TOGETHER,
     {**_TOGETHER, "dq_conversion": "tiles"},

@@ -9,7 +9,7 @@ from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS,
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NUM_SMS, ROWS, SM90, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.hopper_backward import resources, scores
-from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
+from flashgen.codegen.hopper_backward.kernels import prepare_rows
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 
@@ -55,7 +55,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dq_v_stages": 0 if fused else resources.dq_v_stages(spec, config, SM90),
         # of 128 keys and 64 queries at the diagonal a quarter is visible
         "skips": fused and spec.causal and config["block_m"] == ROWS and not has_blocks(spec),
-        "prepare_rows": PREPARE_ROWS,
+        "prepare_rows": prepare_rows(spec),
         "maxnreg": resources.MAXNREG,
         "consumer_registers": resources.CONSUMER_REGISTERS,
         "producer_registers": resources.PRODUCER_REGISTERS,
