@@ -166,7 +166,8 @@ def _taught(rows: Sequence[Mapping[str, str]]) -> str:
         return ""
     if counts == {0}:
         return " A search knew its own trials alone."
-    return f" Tables of other GPUs had taught it {min(counts)} to {max(counts)} trials before."
+    learned = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
+    return f" Tables of other GPUs had taught it {learned} trials before."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
