@@ -50,7 +50,7 @@ class Rows:
     def of(cls, cases: Sequence[Case]) -> Rows:
         """Those of a class."""
         wins = Counter(case.known.served for case in cases if case.known.served is not None)
-        losses = {config: [_felt(case.loss(config)) for case in cases] for config in sorted(wins, key=text_of)}
+        losses = {config: [_felt(case.loss_by(config)) for case in cases] for config in sorted(wins, key=text_of)}
         return cls(cases=cases, losses=losses, wins=wins)
 
     def best(self, numbers: Sequence[int]) -> tuple[float, Config]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import pytest
 
+from flashgen.codegen.families import balanced
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.workload import Workload
+from flashgen.measure.protocol import specialization
 from flashgen.runtime.lookup.rules import NEAREST, TREE, Split, leaves
 from flashgen.tuning import learned_fallback
 from flashgen.tuning.candidates import Candidates
@@ -23,6 +27,12 @@ SHORT, LONG, ODD = (
     next(config for config in SPACE if len(set(config.knobs) - set(SPACE[0].knobs)) > 4),
     SPACE[-1],
 )
+
+
+@pytest.fixture
+def as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has the config of a record serve all sizes as it is, whatever tile suits them."""
+    monkeypatch.setattr(learned_fallback, "balanced", lambda config, *_: config)
 
 
 def known(seqlen: int, winner: Config, ratios: dict[Config, float] | None = None, batch: int = 4) -> Known:
@@ -42,6 +52,7 @@ def two_regimes(timed: bool = True) -> list[Known]:
     return found
 
 
+@pytest.mark.usefixtures("as_recorded")
 def test_a_tree_finds_two_regimes_and_is_not_fooled_by_winners_by_chance() -> None:
     (learned,) = learn(two_regimes(), H200)
     assert learned.serves == TREE
@@ -70,11 +81,13 @@ def test_few_workloads_are_left_to_the_nearest_record() -> None:
     assert learn(two_regimes()[:1], H200) == []
 
 
+@pytest.mark.usefixtures("as_recorded")
 def test_a_tree_that_is_no_better_does_not_serve() -> None:
     (learned,) = learn([known(256 * n, SHORT, {SHORT: 1.0, LONG: 1.1}) for n in range(1, 9)], H200)
     assert (learned.serves, learned.outcomes[TREE].mean, learned.outcomes[NEAREST].mean) == (NEAREST, 1.0, 1.0)
 
 
+@pytest.mark.usefixtures("as_recorded")
 def test_a_tree_that_is_worse_on_a_timed_workload_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each condition holds by itself: chance, the mean, the worst case, and what was timed."""
     regimes = two_regimes()
@@ -105,6 +118,7 @@ def cases(each: Iterable[Known]) -> list[Case]:
     return [Case.of(one, H200) for one in each]
 
 
+@pytest.mark.usefixtures("as_recorded")
 def test_the_nearest_and_the_most_frequent_are_what_can_serve_else_the_default() -> None:
     here, *others = cases([known(1024, SHORT), known(1100, ODD), known(4096, LONG), known(8192, LONG)])
     assert (nearest(here, others), frequent(here, others)) == (ODD, LONG)
@@ -112,6 +126,23 @@ def test_the_nearest_and_the_most_frequent_are_what_can_serve_else_the_default()
     packed = Workload.parse("b4-h16-hk4-sq4-sk4096-d128-causal")
     few = Case.of(Known(workload=packed, served=None, winner=None, ratios={}), H200)
     assert nearest(few, others) == few.default, "whose heads are packed, as those of the others are not"
+
+
+def test_a_record_is_judged_by_the_tile_that_it_serves_with() -> None:
+    """At 300 rows tiles of 192 fit worse than what the ladder takes in their place."""
+    here, there = Workload.parse("b2-h4-s300-d128"), Workload.parse("b2-h4-s4096-d128")
+    spec, sizes = specialization(here), Sizes.of(here)
+    recorded = next(config for config in SPACE if balanced(config, spec, sizes, H200) != config)
+    served = balanced(recorded, spec, sizes, H200)
+    assert served in SPACE
+    one = Known(workload=here, served=served, winner=served, ratios={served: 1.0, recorded: 1.5})
+    other = Known(workload=there, served=recorded, winner=recorded, ratios={recorded: 1.0, served: 1.2})
+    short, long = cases([one, other])
+    assert nearest(short, [long]) == frequent(short, [long]) == served
+    assert (short.loss_by(recorded), short.loss(recorded)) == (0.0, pytest.approx(math.log(1.5)))
+    (learned,) = learn([one, other], H200)
+    assert learned.outcomes[NEAREST].ratios[learned.workloads.index(here.key)] == 1.0
+    assert learned.rule.nearest is not None
 
 
 def test_steps_of_decoding_and_packed_sequences_are_left_alone() -> None:
