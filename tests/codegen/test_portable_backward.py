@@ -34,6 +34,8 @@ KEYS = (
     "bwd-tf32-d128",
     "bwd-bf16-d80-unaligned",
     "bwd-fp16-d192-dv128-causal",
+    "bwd-bf16-d256-dv64",
+    "bwd-tf32-d16-dv192",
     "bwd-bf16-d64-bias-mask-dbias",
 )
 

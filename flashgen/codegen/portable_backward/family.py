@@ -57,7 +57,9 @@ LEAST_ROWS = 8
 """Of a warp. Products are 16 rows high, so more than two warps would compute the same scores."""
 
 WIDE_COLUMNS = 384
-"""Of K and V together. From here on many warps share few rows, because one cannot hold the sums of whole ones."""
+WIDE_HEAD = 256
+"""Of K and V together, and of the wider one, by which defaults are chosen. From either on many warps share few rows,
+because one cannot hold the sums of whole ones."""
 
 TOLERATED_SPILLS = 320
 """Bytes of a thread. On an H200 the fastest tile of one pass over heads of 128 spills 120 and more: with four tiles of
@@ -179,14 +181,19 @@ def _why_loop(loop: Loop, device: Device, *, by_cores: bool) -> str | None:
     """What one of its kernels cannot do."""
     if loop.stages > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
-    if loop.own < LEAST_ROWS * loop.warps and by_cores and loop.columns < WIDE_COLUMNS:
+    if loop.own < LEAST_ROWS * loop.warps and by_cores and not _is_wide(loop):
         return f"{loop.warps} warps have less than {LEAST_ROWS} of {loop.own} rows each"
     return why_too_large(loop, device)
 
 
+def _is_wide(loop: Loop) -> bool:
+    """Whether a warp cannot hold the sums of whole rows."""
+    return loop.columns >= WIDE_COLUMNS or loop.widest >= WIDE_HEAD
+
+
 def _why_pointless(loop: Loop, device: Device) -> str | None:
     """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
-    if loop.stages == 1 and device.is_nvidia and loop.columns < WIDE_COLUMNS:
+    if loop.stages == 1 and device.is_nvidia and not _is_wide(loop):
         # without a pipeline only other blocks of the SM work while one waits for its loads
         deeper = device.smem_per_sm // smem_needed(replace(loop, stages=2), device)
         if deeper >= device.smem_per_sm // smem_needed(loop, device):

@@ -66,7 +66,8 @@ class Loop:
     """A kernel that owns rows of one side of the scores and walks those of the other.
 
     `acc` are the fp32 columns that it adds up for each of its rows, `added` those that it adds to memory for each row
-    of a step; `columns` are those of the two tensors that each side brings, of `element_bytes` each.
+    of a step; `columns` are those of the two tensors that each side brings, of `element_bytes` each, and `widest` those
+    of the wider one.
     """
 
     own: int
@@ -74,6 +75,7 @@ class Loop:
     acc: int
     added: int
     columns: int
+    widest: int
     element_bytes: int
     warps: int
     stages: int
@@ -101,6 +103,7 @@ def loops(spec: Specialization, config: Config) -> Iterator[Loop]:
             acc=acc,
             added=added,
             columns=d + dv,
+            widest=max(d, dv),
             element_bytes=DTYPE_BYTES[spec.dtype],
             warps=config.integer(f"{prefix}num_warps"),
             stages=config.integer(f"{prefix}num_stages"),
