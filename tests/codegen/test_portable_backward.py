@@ -112,6 +112,24 @@ def test_not_applicable_is_an_answer_with_a_reason(row: KernelFamily, key: str, 
     assert reason in str(families.reasons(spec, find_device("h200"))[row.id])
 
 
+@FAMILY
+@pytest.mark.parametrize(
+    "key", ["bwd-tf32-d128-dv512", "bwd-tf32-d64-dv512", "bwd-tf32-d32-dv512", "bwd-tf32-d512-dv64"]
+)
+def test_heads_whose_least_blocks_do_not_fit_are_refused(row: KernelFamily, key: str) -> None:
+    """Compiled for sm89 they take 102400 to 135168 bytes of shared memory, of 101376 that a block has there."""
+    reasons = families.reasons(Specialization.parse(key), find_device("rtx 4090"))
+    assert "bytes of shared memory" in str(reasons[row.id])
+    assert families.reasons(Specialization.parse(key), find_device("a100"))[row.id] is None
+
+
+@pytest.mark.parametrize("key", first(1, ["bwd-tf32-d512-dv16", "bwd-tf32-d16-dv512", "bwd-tf32-d256"]))
+def test_the_largest_least_blocks_fit(key: str) -> None:
+    spec, device, row = Specialization.parse(key), find_device("rtx 4090"), PORTABLE_BACKWARD_SPLIT
+    assert families.reasons(spec, device)[row.id] is None
+    assert compile_kernel(spec, row.default(spec, device), device).shared_bytes <= device.smem_per_block
+
+
 def test_a_full_bias_has_no_gradient_beside_a_block_mask() -> None:
     function = UserFunction(name="mask_mod", source="def mask_mod(b, h, q, k):\n    return q > k\n")
     device = find_device("h200")

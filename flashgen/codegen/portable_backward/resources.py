@@ -23,8 +23,8 @@ SPLIT_ID, FUSED_ID = "portable_backward_split", "portable_backward_fused"
 PREPARE_ELEMENTS = 8192
 """Of one tensor in a program that works on rows: 64 of each of its 128 threads, loaded 16 bytes at a time."""
 
-VECTORS_BYTES = 2048
-"""Of what has one value a row."""
+SCORES_BYTES = 1024
+"""Of a block of fp32 scores, whose layout changes, too."""
 
 DBIAS_TILE_BYTES = 16 * 1024
 """Of one input in a program of the gradient of a bias; two of them lie beside each other in 64 KB."""
@@ -117,11 +117,12 @@ def loops(spec: Specialization, config: Config) -> Iterator[Loop]:
 def why_too_wide(spec: Specialization, device: Device, *, fused: bool) -> str | None:
     """The reason why not even blocks of 16 fit into the shared memory of an NVIDIA device, or None.
 
-    That is Q, K, V and dO; where products of tensor cores change their layouts once more, also K and what becomes dQ.
+    That is Q, K, V and dO; where products of tensor cores change their layouts once more, also the wider of K and V,
+    and what becomes dQ.
     """
     d, dv = padded(spec.head_dim, False), padded(spec.head_dim_v, False)
-    columns = 2 * (d + dv) + (0 if spec.dtype == "fp32" else d + d * fused)
-    needed = LEAST_BLOCK * columns * DTYPE_BYTES[spec.dtype] + VECTORS_BYTES
+    columns = 2 * (d + dv) + (0 if spec.dtype == "fp32" else max(d, dv) + d * fused)
+    needed = LEAST_BLOCK * columns * DTYPE_BYTES[spec.dtype] + SCORES_BYTES
     if device.is_nvidia and needed > device.smem_per_block:
         return f"blocks of {LEAST_BLOCK} need {needed} bytes of shared memory and a block has {device.smem_per_block}"
     return None
