@@ -174,6 +174,18 @@ _ROWS: tuple[tuple[str, str, int, int, int, int, int, int, int, float, float], .
     ("AMD RX 9060 XT", "gfx1200", 32, 16, 64 * KB, 64 * KB, 2048, 32, 32, 322.0, 103.0),
 )
 
+DRIVER_NAMES = {
+    "NVIDIA A100-SXM4-80GB": "NVIDIA A100",
+    "NVIDIA A100-SXM4-40GB": "NVIDIA A100 40GB",
+    "NVIDIA GeForce RTX 3090": "NVIDIA RTX 3090",
+    "NVIDIA GeForce RTX 4090": "NVIDIA RTX 4090",
+    "NVIDIA GeForce RTX 5090": "NVIDIA RTX 5090",
+    "AMD Instinct MI300X": "AMD MI300X",
+    "AMD Radeon RX 9060 XT": "AMD RX 9060 XT",
+}
+"""What nvidia-smi, amd-smi and torch call catalogued cards whose names here are shorter: who copies a name from there
+means these. Cards of other identities are not among them, as the A100 of 300 W."""
+
 SOLD_POWER_W = {
     "NVIDIA A100-SXM4-80GB": 400,
     "NVIDIA A100 80GB PCIe": 300,
@@ -238,7 +250,7 @@ CATALOGUE: tuple[Device, ...] = tuple(
 
 
 def find_device(text: str) -> Device:
-    """The catalogued device that `text` names: `h100`, `RTX 4090`, `sm_86`, `gfx942`, an identity or a slug.
+    """The catalogued device that `text` names: `h100`, `RTX 4090`, `sm_86`, `gfx942`, an identity or a driver's name.
 
     Raises:
         DeviceError: no catalogued device has that name; the message lists them.
@@ -289,7 +301,8 @@ def _stored(devices: Sequence[Device], text: str) -> dict[str, Device]:
 def _names(device: Device) -> set[str]:
     """What a device is asked for by."""
     short = device.slug.removeprefix("nvidia_").removeprefix("amd_")
-    return {device.slug, device.identity, device.arch, short, short.removeprefix("rtx_"), short.removeprefix("rx_")}
+    names = {device.slug, device.identity, device.arch, short, short.removeprefix("rtx_"), short.removeprefix("rx_")}
+    return names | {reported for reported, name in DRIVER_NAMES.items() if name == device.name}
 
 
 def _bare(text: str) -> str:

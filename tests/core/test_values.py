@@ -14,7 +14,16 @@ import pytest
 
 from flashgen.core import settings as settings_module
 from flashgen.core.config import Config
-from flashgen.core.device import CATALOGUE, Device, find_among, find_device, memory_class_gb
+from flashgen.core.device import (
+    CATALOGUE,
+    DRIVER_NAMES,
+    SOLD_POWER_W,
+    Device,
+    find_among,
+    find_device,
+    memory_class_gb,
+    unusual_power_w,
+)
 from flashgen.core.errors import ConfigError, DeviceError, MeasureError, SettingError
 from flashgen.core.record import SPLIT, Baseline, Failure, Measurement, TuningRecord, age
 from flashgen.core.settings import settings
@@ -37,6 +46,9 @@ def test_identities_tell_models_apart() -> None:
         ("nvidia_h200", "NVIDIA H200"),
         ("gfx942", "AMD MI300X"),
         ("sm90-114sm-80gb", "NVIDIA H100 PCIe"),
+        ("NVIDIA GeForce RTX 4090", "NVIDIA RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100"),
+        ("AMD Instinct MI300X", "AMD MI300X"),
     ],
 )
 def test_devices_are_found_by_the_names_people_use(text: str, name: str) -> None:
@@ -62,6 +74,17 @@ def test_devices_of_databases_are_found_by_the_same_names_behind_the_catalogued_
     for text in ("", "voodoo2"):
         with pytest.raises(DeviceError, match=rf"nvidia_h200.* {laptop.identity} \('NVIDIA GeForce RTX 4090 Laptop"):
             find_among(text, stored)
+
+
+def test_what_drivers_report_are_names_of_the_cards_with_that_identity() -> None:
+    catalogued = {device.name: device for device in CATALOGUE}
+    for reported, name in DRIVER_NAMES.items():
+        assert find_device(reported) == catalogued[name]
+        if catalogued[name].is_nvidia:
+            assert not unusual_power_w(catalogued[name], SOLD_POWER_W[reported])
+    for other in ("NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-80GB MIG 3g.40gb"):
+        with pytest.raises(DeviceError, match="a target is one of"):
+            find_device(other)
 
 
 def test_an_unknown_device_lists_the_known_ones() -> None:
