@@ -9,7 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.codegen.cost import Ranking
-from flashgen.codegen.families import applicable, balanced, beside, family, fitted, over_pages, poor_at_sizes, usual
+from flashgen.codegen.families import (
+    applicable,
+    balanced,
+    beside,
+    family,
+    fitted,
+    invalid,
+    over_pages,
+    poor_at_sizes,
+    usual,
+)
 from flashgen.codegen.family import Sizes
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config, KnobValue
@@ -51,11 +61,16 @@ class Candidates:
             return _candidates(specialization(workload), device, families).fitted_to(workload, device)
 
     def fitted_to(self, workload: Workload, device: Device) -> Candidates:
-        """The same with what becomes of each config at the sizes of a workload, where that is another one."""
+        """The same with what becomes of each config at the sizes of a workload, where that is another one.
+
+        Of some nothing valid does: with more query rows one warp of a step of decoding has too few registers.
+        """
         spec, sizes = specialization(workload), Sizes.of(workload)
 
-        def all_fitted(configs: Iterable[Config]) -> tuple[Config, ...]:
-            return tuple(fitted(config, spec, sizes, device) for config in configs)
+        def all_fitted(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+            known = set(configs)
+            found = dict.fromkeys(fitted(config, spec, sizes, device) for config in configs)
+            return tuple(one for one in found if one in known or invalid(one, spec, device) is None)
 
         def others(configs: tuple[Config, ...]) -> tuple[Config, ...]:
             if workload.is_decode:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from flashgen.codegen.cost import CostModel, Tiling
-from flashgen.codegen.families import FAMILIES, applicable, family
+from flashgen.codegen.families import FAMILIES, applicable, family, invalid
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.hopper_forward import family as hopper_forward
 from flashgen.codegen.space import search_space
@@ -169,6 +169,17 @@ def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> Non
     first = liked[len(found.defaults) - 1 :][: len(won)]  # behind the defaults of other families
     assert {config["packed_heads"] for config in first} == {4}
     assert {found.default, *first} <= set(space.configs)
+
+
+@pytest.mark.parametrize("device", ["h200", "rtx 3090"])
+@pytest.mark.parametrize("key", ["dec-b8-h32-hk2-sq4-sk4096-d128", "dec-b4-h8-hk2-sq5-sk64-d256-softcap"])
+def test_what_no_longer_fits_with_more_query_rows_is_not_searched(key: str, device: str) -> None:
+    workload, target = Workload.parse(key), find_device(device)
+    found = Candidates.of(workload, target)
+    for space in found.spaces:
+        assert len(space.configs) > 50
+        for config in random.Random(0).sample(space.configs, 50):
+            assert invalid(config, workload.specialization, target) is None
 
 
 def test_packed_heads_are_predicted_to_save_tiles() -> None:
