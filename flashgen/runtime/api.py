@@ -201,6 +201,7 @@ def attention(  # noqa: C901, PLR0912, PLR0915 - in one piece, because every cal
             bypasses_dispatcher = (
                 not is_traced
                 and can_bypass_dispatcher(q, k, v)
+                and (q_offset is None or type(q_offset) is int or are_plain((q_offset,)))  # type: ignore[arg-type]
                 and are_plain(tensors_of(features))
                 and (not features.mods or have_plain_functions(features))
             )
@@ -221,7 +222,11 @@ def attention(  # noqa: C901, PLR0912, PLR0915 - in one piece, because every cal
                 op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
                 result = op(q, k, v, *options, *SERVED.flat(features))
             return result
-        bypasses_dispatcher = not is_traced and can_bypass_dispatcher(q, k, v)
+        bypasses_dispatcher = (
+            not is_traced
+            and can_bypass_dispatcher(q, k, v)
+            and (q_offset is None or type(q_offset) is int or are_plain((q_offset,)))  # type: ignore[arg-type]
+        )
         if not (bypasses_dispatcher or is_traced):
             refuse_tangents("attention", (q, k, v))
         if torch.is_grad_enabled() and (

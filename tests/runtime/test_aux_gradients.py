@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
 
 import flashgen
@@ -16,7 +17,7 @@ import flashgen.reference
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward import BackwardTensors
-from tests.fakes.gpu import EmulatedGpu, FakeGpu, emulated_by
+from tests.fakes.gpu import EmulatedGpu, FakeGpu, OnGpu, emulated_by
 
 Tensor = torch.Tensor
 SQ, SK = 9, 12
@@ -71,6 +72,7 @@ class ByReference(EmulatedGpu):
         def launch(t: BackwardTensors, scale: Any, offset: Any, features: Any, with_neg_delta: bool = True) -> Tensor:
             aux, sums = features.aux[:count], features.aux[count:][::-1]
             assert len(sums) == len(learned)
+            assert t.dout.data_ptr() or not t.dout.numel()
             assert all(one.dtype == torch.float32 and not one.any() for one in sums)
             inputs = [one.detach().requires_grad_() for one in (t.q, t.k, t.v)]
             leaves = [one.detach().requires_grad_(n in learned) for n, one in enumerate(aux)]
@@ -174,6 +176,23 @@ def test_what_cannot_be_summed_is_refused_with_the_rule(by_reference: ByReferenc
         torch.autograd.grad(out, inputs[0], torch.ones(3, *out.shape), is_grads_batched=True)
     with torch.no_grad():
         assert not flashgen.attention(*inputs, score_mod=bent, aux=tables(), return_lse=True)[0].requires_grad
+
+
+def test_a_gradient_that_a_collective_returns_is_waited_for(by_reference: ByReference) -> None:
+    inputs, aux = qkv(), tables()
+    out = flashgen.attention(*inputs, score_mod=bent, aux=aux)
+    leaves, dout = (*inputs, aux[0], aux[2]), torch.ones_like(out)
+    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    found = torch.autograd.grad(out, leaves, AsyncCollectiveTensor(dout), retain_graph=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(UnsupportedError, match="nor as subclasses of tensors"):
+        torch.autograd.grad(out, leaves, dout.as_subclass(OnGpu))
+
+
+def test_offsets_of_another_class_have_no_gradient_beside_learned_tensors(by_reference: ByReference) -> None:
+    offsets = torch.zeros(1, dtype=torch.int32).as_subclass(OnGpu)
+    with pytest.raises(UnsupportedError, match="nor as subclasses of tensors"):
+        flashgen.attention(*qkv(), score_mod=bent, aux=tables(), causal=True, q_offset=offsets)
 
 
 def test_explain_knows_which_tensors_are_learned(by_reference: ByReference) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flashgen
@@ -70,6 +71,22 @@ def test_autocast_casts_as_torch_does_for_sdpa(is_training: bool, dtype: torch.d
             torch.testing.assert_close(one.grad.double(), other_one.grad, atol=0.1, rtol=0.1)
     with torch.autocast("cpu", dtype, enabled=False):
         assert flashgen.attention(q.detach(), k.detach(), k.detach()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["plain", "offset tensor", "sinks", "everything"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradients_that_a_collective_returns_are_waited_for(name: str, which: int, emulated: EmulatedGpu) -> None:
+    """They have no address, as in the backward pass of a layer that tensor parallelism shards."""
+    inputs, arguments = qkv(), FEATURES[name]()
+    results = flashgen.attention(*inputs, **arguments, return_lse=True)
+    given = [torch.ones_like(result) for result in results]
+    expected = torch.autograd.grad(results, inputs, given, retain_graph=True)
+    given[which] = AsyncCollectiveTensor(given[which])
+    assert not given[which].data_ptr()
+    for one, other in zip(torch.autograd.grad(results, inputs, given), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    pointers = emulated.launched_backward[-1].pointers
+    assert all(pointers[tensor] for tensor in ("dout", "dlse"))
 
 
 class Block(torch.nn.Module):

@@ -162,6 +162,20 @@ def test_a_plain_call_saves_the_dispatcher(dispatched: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("options", [{}, {"window": (3, 0)}])
+def test_offsets_of_another_class_take_the_op(options: dict[str, Any], dispatched: list[str]) -> None:
+    """Those of a DTensor lie at no address that a kernel could read."""
+    q, k, v = numbers()
+    offsets = torch.ones(len(q), dtype=torch.int32)
+    expected = flashgen.attention(q, k, v, causal=True, q_offset=offsets, **options)
+    flashgen.attention(q, k, v, causal=True, q_offset=1, **options)
+    assert dispatched == []
+    found = flashgen.attention(q, k, v, causal=True, q_offset=offsets.as_subclass(Marked), **options)
+    assert torch.equal(found, expected)
+    assert dispatched == ["attention_features" if options else "attention"]
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", SEEN_BY_TORCH)
 def test_what_torch_has_to_see_goes_through_the_dispatcher(name: str, dispatched: list[str]) -> None:
     q, k, v = numbers()

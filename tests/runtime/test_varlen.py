@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import flashgen
 from flashgen.codegen.families import FAMILIES, family, invalid, unsupported
@@ -109,6 +110,19 @@ def test_its_gradients_are_computed_by_kernels_that_read_the_call(bare_driver: F
         )  # key heads, blocks of sequences, one of the rest
         assert launches[0].values["seqlen_q"] == 47
     assert launches[2].grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_gradient_that_a_collective_returns_is_waited_for(sinks: bool, bare_driver: FakeDriver) -> None:
+    packed = make(replace(GOOD, sinks=sinks, options={"causal": True}))
+    differentiated(bare_driver, packed)  # so that the kernels of both passes are there
+    given = [tensor.detach().requires_grad_() for tensor in (packed.q, packed.k, packed.v)]
+    out = flashgen.attention_varlen(*given, **packed.named)
+    torch.autograd.grad(out, given, AsyncCollectiveTensor(torch.ones_like(out)))
+    launches = bare_driver.launches[-3:]
+    read = [value for one in launches for name, value in one.values.items() if name in ("DO", "do_desc")]
+    assert read
+    assert all(read)
 
 
 def test_autograd_sees_one_node_and_what_is_written_over(bare_driver: FakeDriver) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import UnsupportedError
+from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.values import Features
 from flashgen.runtime.autograd.ops import (
     NO_BATCH_OF_LEARNED,
@@ -156,6 +157,7 @@ class Learned(Featured):
         """Gradients of the arguments."""
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_DOUBLE_BACKWARD)
+        dout, dlse = _waited_for(dout), _waited_for(dlse)
         if _needs_op(dout, dlse):
             raise UnsupportedError(NO_BATCH_OF_LEARNED)
         return _gradients(ctx, dout, dlse, has_op=False)
@@ -191,8 +193,29 @@ class Packed(Featured):
 
 
 def _needs_op(dout: Tensor | None, dlse: Tensor | None) -> bool:
-    """Whether these gradients may have some of their own, or are several in one."""
-    return torch.is_grad_enabled() or (dout is not None and _is_batch(dout)) or (dlse is not None and _is_batch(dlse))
+    """Whether these gradients may have some of their own, are several in one, or are of a class of their own.
+
+    One of those that collectives of torch.distributed return has no address: it may not even be here yet.
+    """
+    return (
+        torch.is_grad_enabled()
+        or (dout is not None and (type(dout) is not Tensor or _is_batch(dout)))
+        or (dlse is not None and (type(dlse) is not Tensor or _is_batch(dlse)))
+    )
+
+
+def _waited_for(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that a collective returned, as a tensor of torch's own: for calls without an op, which would wait.
+
+    Raises:
+        UnsupportedError: it is of another class, a DTensor say.
+    """
+    if gradient is None or type(gradient) is Tensor:
+        return gradient
+    found = gradient.clone()
+    if type(found) is not Tensor:
+        raise UnsupportedError(FUNCTIONS.no_gradient)
+    return found
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *, has_op: bool = True) -> Gradients:

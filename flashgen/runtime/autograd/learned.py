@@ -38,7 +38,7 @@ def learned_attention(
     if is_dynamo_compiling():  # which knows nothing of the reader of the fields
         raise UnsupportedError(FUNCTIONS.no_gradient)
     tensors = (*differentiable_of(features), *features.aux)
-    if is_transformed() or torch._C._len_torch_dispatch_stack() or not are_plain((q, k, v, *tensors)):
+    if is_transformed() or torch._C._len_torch_dispatch_stack() or not are_plain((q, k, v, options[-1], *tensors)):
         raise UnsupportedError(FUNCTIONS.no_gradient)
     found: Tensor | tuple[Tensor, Tensor]
     found = functions.Learned.apply(  # type: ignore[no-untyped-call]
