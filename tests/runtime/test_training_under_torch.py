@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -87,6 +88,29 @@ def test_gradients_that_a_collective_returns_are_waited_for(name: str, which: in
         torch.testing.assert_close(one, other)
     pointers = emulated.launched_backward[-1].pointers
     assert all(pointers[tensor] for tensor in ("dout", "dlse"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the output, which torch itself asks for
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_compiled_autograd_sees_the_op(name: str, emulated: EmulatedGpu) -> None:
+    """And traces no launch, which is Python that it would guard and compile again for each layer."""
+    inputs, seen = qkv(), []
+
+    def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    def loss() -> torch.Tensor:
+        return flashgen.attention(*inputs, **FEATURES[name](), return_lse=True)[0].square().sum()
+
+    expected = torch.autograd.grad(loss(), inputs)
+    total = loss()
+    with compiled_autograd._enable(torch.compile(backend=compiler)):
+        total.backward()
+    for one, other in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(one.grad, other)
+    assert len(emulated.launched_backward) == 2
+    assert "flashgen.attention_backward.default" in seen
 
 
 class Block(torch.nn.Module):

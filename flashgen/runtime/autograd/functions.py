@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.functions import FUNCTIONS
@@ -158,7 +159,7 @@ class Learned(Featured):
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_DOUBLE_BACKWARD)
         dout, dlse = _waited_for(dout), _waited_for(dlse)
-        if _needs_op(dout, dlse):
+        if _needs_op(dout, dlse) and not is_dynamo_compiling():
             raise UnsupportedError(NO_BATCH_OF_LEARNED)
         return _gradients(ctx, dout, dlse, has_op=False)
 
@@ -199,6 +200,7 @@ def _needs_op(dout: Tensor | None, dlse: Tensor | None) -> bool:
     """
     return (
         torch.is_grad_enabled()
+        or is_dynamo_compiling()
         or (dout is not None and (type(dout) is not Tensor or _is_batch(dout)))
         or (dlse is not None and (type(dlse) is not Tensor or _is_batch(dlse)))
     )
