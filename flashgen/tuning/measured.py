@@ -270,6 +270,8 @@ class MeasuredSearch(MeasuredWorkload):
                 hard=True,
             )
             results, _ = self._race(job, "near", finals.near_s(len(near), self._kinds))
+            if not results:
+                return self._decide()  # all of them failed just now: the next best ones have their turn
             near = near_best(results, share=finals.last_share, most=finals.last)
         default = self._candidates.default
         last = with_guards(near[: finals.last], *self._guards())
@@ -279,7 +281,7 @@ class MeasuredSearch(MeasuredWorkload):
         job = self._last_race(last, finals, place, self._spending.last_limit_s(finals, len(last)))
         results, baselines = self._race(job, "last", finals.last_s(len(last), self._kinds))
         if not results:
-            return self._decide()  # all of them failed just now: the next best ones have their turn
+            return self._decide()  # as above
         winner = choose(results, default=default, incumbent=champion)
         return self._record(winner, self._judged(winner, results), baselines), runners_up(results, winner)
 

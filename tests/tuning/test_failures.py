@@ -9,8 +9,10 @@ from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.measure.executor import LocalExecutor, Patience
+from flashgen.measure.protocol import RaceJob, RaceResult
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.events import Event, TrialFinished
+from flashgen.tuning.finals import Finals
 from flashgen.tuning.tune import tune
 from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
@@ -104,6 +106,24 @@ def test_what_fails_in_the_finals_is_replaced_and_remembered(store: Store) -> No
     assert remembered[winner] == fails
     told = [event.trial for event in events if isinstance(event, TrialFinished) and event.trial.source == "finals"]
     assert [(trial.config, trial.outcome) for trial in told] == [(winner, fails)]
+
+
+def test_where_all_fail_in_the_first_race_the_next_best_have_their_turn(store: Store) -> None:
+    fails, broken = Failure(stage="verify", reason="wrong on hard data"), set[Config]()
+
+    class Strict(FakeExecutor):
+        def race(self, job: RaceJob) -> RaceResult:
+            if not self.races:
+                broken.update(job.configs)
+            return super().race(job)
+
+    executor = Strict(broken_in_race=lambda config: fails if config in broken else None)
+    finals = Finals(rounds=3, near_share=0.5, guard_share=0.02)
+    (outcome,) = run(store, executor=executor, finals=finals).outcomes
+    assert not executor.races[0].baselines
+    assert len(broken) == finals.near_most
+    assert outcome.status == "tuned"
+    assert chosen(store).config not in broken
 
 
 @EXHAUSTIVE
