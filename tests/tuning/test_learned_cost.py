@@ -301,6 +301,24 @@ def test_shipped_tables_and_stored_searches_are_learned_and_bad_files_are_not(
     assert [lesson.workload for lesson in learned.lessons] == [LONG, SHORT]
 
 
+def test_a_search_without_the_family_that_serves_teaches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_searches, "shipped", lambda name: tmp_path)
+    (portable,) = Candidates.of(SHORT, H200, ("portable_forward",)).spaces
+    with Store.open(tmp_path / "own.sqlite3") as store:
+        for run, families in (("r1", "portable_forward"), ("r2", "portable_forward hopper_forward"), ("r3", "")):
+            made = log(SHORT, configs=SPACE.configs[:2])
+            store.put_search(dataclasses.replace(made.search, run=run, settings=(("families", families),)))  # type: ignore[type-var]
+            for trial, config in zip(made.trials, portable.configs, strict=False):
+                timed = Measurement(times_ms=(SHORT.seqlen_k / 1000,))
+                store.put_trial(dataclasses.replace(trial, run=run, config=config, outcome=timed))
+    with Layers.open([tmp_path / "own.sqlite3"]) as layers:
+        learned = learned_from(layers)
+    assert learned is not None
+    assert len(learned.lessons) == 2
+
+
 def test_every_table_that_ships_with_a_time_is_a_lesson() -> None:
     tables = [log for log in shipped_tables() if any(isinstance(t.outcome, Measurement) for t in log.trials)]
     assert len(tables) >= 59
