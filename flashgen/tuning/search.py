@@ -9,6 +9,7 @@ needs no model to be right. docs/searches.md has what that is worth on replay ta
 
 Families of kernels have different knobs, and TPE does not model knobs that exist only under one choice of family, so
 each family has a study of its own and the families share the budget. A family that stays far behind gets little of it.
+A model knows all families before any has a trial, so that where one proposes, the mix goes to the best family at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ BEHIND = math.log(1.15)
 BEHIND_AFTER = 5
 BEHIND_EVERY = 10
 """A family whose best of BEHIND_AFTER configs or more is so far (log of times) from the best of all does not catch up
-in a budget of seconds: no more than every BEHIND_EVERY-th point is its own."""
+in a budget of seconds: no more than every BEHIND_EVERY-th point of the mix is its own. What comes first and a model
+expects to be as far behind waits until a trial of its family is nearer."""
 
 EXPLORE_EVERY = 5
 REFIT_EVERY = 5
@@ -50,6 +52,9 @@ FIXED = ("default", "incumbent")
 
 NEAREST_FIRST = 2
 """Configs of the nearest records that follow them: a model of many workloads knows less of those that are alike."""
+
+MIX = ("local", "random", "sampler")
+"""Sources of what needs no model: the sampler's."""
 
 _CONSTRAINT = "failed"
 
@@ -127,11 +132,14 @@ class Search:
         self._told: list[tuple[Config, float | None]] = []
         self._liked: list[Config] = []
         self._learned_from = -1
+        self._mixed = 0
+        self._doubted: frozenset[Config] = frozenset()
         self._first = self._in_order(self._first)
         for trial in trials:
             family = self._families.get(trial.config.family)
             if family is not None and family.is_unseen(trial.config):
                 family.add(trial.config)
+                self._mixed += trial.source in MIX
                 self.tell(trial.config, trial.outcome)
 
     @property
@@ -150,18 +158,21 @@ class Search:
         best = min(family.best for family in self._families.values())
         for position, proposal in enumerate(self._first):
             family = self._families[proposal.config.family]
-            if not family.is_behind(best):
+            waits = proposal.config in self._doubted and not family.is_near(best)
+            if not waits and not family.is_behind(best):
                 family.add(proposal.config)
                 del self._first[position]
                 return proposal
         turn = sum(family.asked for family in self._families.values()) % EXPLORE_EVERY
-        if self._model is not None and turn < EXPLORE_EVERY - 1:
-            liked = self._most_liked(self._model)
-            if liked is not None:
-                self._families[liked.family].add(liked)
-                return Proposal(config=liked, source="learned")
-        chosen = self._next_family()
-        return chosen.propose() if chosen else None
+        liked = self._most_liked(self._model) if self._model is not None else None
+        if liked is not None and turn < EXPLORE_EVERY - 1:
+            self._families[liked.family].add(liked)
+            return Proposal(config=liked, source="learned")
+        chosen = self._next_family(is_led=liked is not None)
+        if chosen is None:
+            return None
+        self._mixed += 1
+        return chosen.propose()
 
     def demand(self, config: Config, source: str) -> Proposal | None:
         """A certain candidate, whatever the next one is; None where it is none, or was asked before."""
@@ -189,9 +200,13 @@ class Search:
         near = [proposal for proposal in first if proposal.source == "neighbour"]
         fixed = [*(proposal for proposal in first if proposal.source in FIXED), *near[:NEAREST_FIRST]]
         others = [proposal for proposal in first if proposal not in fixed]
-        expected = self._model.expected([each.config for each in others], ()) if self._model else None
-        if expected is None:
+        configs = [each.config for each in (*fixed, *others)]
+        known = self._model.expected(configs, ()) if self._model and others else None
+        if known is None:
             return first
+        expected, limit = known[len(fixed) :], min(known) + BEHIND
+        doubted = {each.config for each, far in zip(others, expected, strict=True) if far > limit}
+        self._doubted = frozenset(doubted.difference(each.config for each in fixed))  # a list may have a default, too
         ranked = sorted(range(len(others)), key=lambda place: (expected[place], place))
         return [*fixed, *(others[place] for place in ranked)]
 
@@ -211,30 +226,31 @@ class Search:
             expected = model.expected(pool, told)
             ranked = [] if expected is None else sorted(range(len(pool)), key=lambda place: (expected[place], place))
             self._liked = [pool[place] for place in reversed(ranked)]
-        while self._liked:
-            config = self._liked.pop()
-            if self._families[config.family].is_unseen(config):
-                return config
-        return None
+        while self._liked and not self._families[self._liked[-1].family].is_unseen(self._liked[-1]):
+            self._liked.pop()
+        return self._liked[-1] if self._liked else None
 
     def _value(self, outcome: Measurement | Failure) -> float | None:
         return None if isinstance(outcome, Failure) else math.log(outcome.median_ms / self._scale_ms)
 
-    def _next_family(self) -> _FamilyStudy | None:
+    def _next_family(self, *, is_led: bool) -> _FamilyStudy | None:
         """Two of three points go to the family of the best config so far, the third to the least tried one.
 
-        Families that are far behind share every tenth.
+        Families that are far behind share every tenth. Where a model proposes the others (`is_led`), these are points
+        of the mix: of all points it has every fifth, which would meet some of these turns always and others never. Nor
+        do they wait there until each family was tried: the least tried one had all of them in searches of 25 trials.
         """
+        asked = self._mixed + 1 if is_led else sum(family.asked for family in self._families.values())
         open_families = [family for family in self._families.values() if family.remaining]
         best = min(family.best for family in self._families.values())
         behind = [family for family in open_families if family.is_behind(best)]
-        if behind and sum(family.asked for family in self._families.values()) % BEHIND_EVERY == 0:
+        if behind and asked % BEHIND_EVERY == 0:
             return min(behind, key=lambda family: family.asked)
         open_families = [family for family in open_families if family not in behind] or behind
         if not open_families:
             return None
-        started = all(family.asked >= STARTUP_POINTS for family in open_families)
-        if started and sum(family.asked for family in open_families) % 3:
+        started = is_led or all(family.asked >= STARTUP_POINTS for family in open_families)
+        if started and (asked if is_led else sum(family.asked for family in open_families)) % 3:
             return min(open_families, key=lambda family: family.best)
         return min(open_families, key=lambda family: family.asked)
 
@@ -268,6 +284,10 @@ class _FamilyStudy:
     def is_behind(self, best: float) -> bool:
         """Whether this family's best is far from `best`, after a fair number of tries."""
         return self.asked - len(self._pending) >= BEHIND_AFTER and self.best - best > BEHIND
+
+    def is_near(self, best: float) -> bool:
+        """Whether one of its trials is not far from `best`."""
+        return bool(self._sampler.told) and self.best - best <= BEHIND
 
     def has(self, config: Config) -> bool:
         return config in self._sampler.lattice.points

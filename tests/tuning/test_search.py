@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
+from collections.abc import Sequence
 
 import pytest
 
@@ -175,6 +177,60 @@ def test_first_configs_of_a_family_that_is_behind_wait() -> None:
         factor = 1.0 if proposal.config.family == "fast" else 30.0
         search.tell(proposal.config, Measurement(times_ms=(factor * time_ms(proposal.config),)))
     assert sources == {"fast": ["default", *["model"] * 6], "slow": ["model"] * module.BEHIND_AFTER}
+
+
+class Knowing:
+    """A model that takes one family to be the best, and in it what the times say."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+
+    def expected(self, configs: Sequence[Config], told: object) -> list[float]:
+        return [math.log(time_ms(config)) + (config.family != self.family) for config in configs]
+
+
+def thinned(family: str) -> FamilySpace:
+    whole = space(family)
+    return FamilySpace(family=family, knobs=whole.knobs, configs=whole.configs[::10])
+
+
+def asked_ahead(search: Search, points: int, slow: float) -> list[Proposal]:
+    """What is asked for where 17 candidates are compiled ahead; `slow` is how many times as long one family takes."""
+    found: list[Proposal] = []
+    for _ in range(points):
+        proposal = search.ask()
+        assert proposal is not None
+        found.append(proposal)
+        if len(found) >= 17:
+            config = found[len(found) - 17].config
+            factor = slow if config.family == "slow" else 1.0
+            search.tell(config, Measurement(times_ms=(factor * time_ms(config),)))
+    return found
+
+
+def test_beside_a_model_the_mix_goes_to_the_best_family_before_each_was_tried() -> None:
+    asked = asked_ahead(Search([thinned("fast"), thinned("slow")], model=Knowing("fast")), 30, slow=1.3)
+    mixed = [each.config.family for each in asked if each.source in module.MIX]
+    assert len(mixed) == 30 // module.EXPLORE_EVERY
+    assert mixed.count("fast") == 4
+
+
+def test_beside_a_model_a_family_that_is_behind_has_a_tenth_of_the_mix() -> None:
+    asked = asked_ahead(Search([thinned("fast"), thinned("slow")], model=Knowing("fast")), 300, slow=2.0)
+    mixed = [each.config.family for each in asked[150:] if each.source in module.MIX]
+    assert mixed.count("slow") == len(mixed) // module.BEHIND_EVERY == 3
+
+
+@pytest.mark.parametrize("slow", first(1, [2.0, 0.9]))
+def test_first_configs_that_a_model_doubts_wait_for_a_trial_of_their_family(slow: float) -> None:
+    fast, other = thinned("fast"), thinned("slow")
+    defaults = [(min(each.configs, key=time_ms), "default") for each in (fast, other)]
+    seed = sorted(fast.configs, key=time_ms)[1], "seed"
+    doubted = [(config, "model") for config in (*other.configs[:8], defaults[1][0])]
+    search = Search([fast, other], first=[*defaults, *doubted, seed], model=Knowing("fast"))
+    sources = [each.source for each in asked_ahead(search, 40, slow)]
+    assert sources[:4] == ["default", "default", "seed", "learned"]
+    assert sources.count("model") == (8 if slow < 1 else 0)
 
 
 def test_misuse_is_refused() -> None:
