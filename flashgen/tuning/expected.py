@@ -34,11 +34,13 @@ class Outlook:
     """The trials of one search, and what it is expected to gain by going on."""
 
     tried: int = 0
+    _earlier: int = 0
     _own: list[Config] = field(default_factory=list)
 
-    def add(self, source: str, config: Config) -> None:
-        """Take a trial into account."""
+    def add(self, source: str, config: Config, *, is_earlier: bool = False) -> None:
+        """Take a trial into account; one of an earlier run took none of this one's seconds (`is_earlier`)."""
         self.tried += 1
+        self._earlier += is_earlier
         if source in OWN:
             self._own.append(config)
 
@@ -58,13 +60,14 @@ class Outlook:
             candidates: those that were never tried.
             trials: what is left of a budget in trials.
             seconds: what is left of one in seconds.
-            spent_s: what the trials took.
+            spent_s: what the trials of this run took.
         """
         if not times or not self.tried:
             return None
         medians = {config: found.median_ms for config, found in times.items()}
         own_ms = [medians.get(config) for config in self._own]
-        in_time = max(seconds, 0.0) * self.tried / spent_s if spent_s > 0 else math.inf
+        now = self.tried - self._earlier
+        in_time = max(seconds, 0.0) * now / spent_s if spent_s > 0 and now else math.inf
         ahead = int(min(self.tried, candidates, max(trials, 0), in_time))
         return expected_gain(own_ms, min(medians.values()), ahead)
 

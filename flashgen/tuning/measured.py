@@ -132,7 +132,7 @@ class MeasuredSearch(MeasuredWorkload):
         )
         for trial in self._resumed:
             self._tally.count(trial.config, trial.outcome)
-            self._outlook.add(trial.source, trial.config)
+            self._outlook.add(trial.source, trial.config, is_earlier=True)
         self._tally.resume()
         return Search(
             self._candidates.spaces,

@@ -18,9 +18,10 @@ from flashgen.measure.protocol import EvaluateJob, Outcome
 from flashgen.tuning.budget import Budget, parse_share
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, TrialFinished
-from flashgen.tuning.expected import LEAST_TRIALS, expected_gain
+from flashgen.tuning.expected import LEAST_TRIALS, Outlook, expected_gain
 from tests.tuning.fakes import REFERENCE_MS, FakeExecutor
 from tests.tuning.runs import run, willing
+from tests.tuning.spaces import space
 
 Search = Callable[[random.Random], Callable[[], float]]
 """Makes what draws the time of the next trial, in units of the best there is."""
@@ -88,6 +89,22 @@ def test_too_few_trials_tell_nothing_and_failures_none() -> None:
     assert (expected_gain(times, best, 5) or 0.0) < whole
     assert expected_gain(times, best, 0) == 0.0
     assert (expected_gain(times, 0.5 * best, 60) or 0.0) < 0.2 * whole, "a list's winner is far ahead"
+
+
+def test_trials_of_an_earlier_run_do_not_make_a_resumed_one_faster() -> None:
+    chance = random.Random(0)
+    configs = space().configs[:100]
+    times = {config: Measurement(times_ms=(math.exp(chance.gammavariate(2, 0.2)),)) for config in configs}
+
+    def gain(earlier: int) -> float:
+        outlook = Outlook()
+        for number, config in enumerate(times):
+            outlook.add("random", config, is_earlier=number < earlier)
+        found = outlook.gain(times, candidates=1000, trials=math.inf, seconds=10.0, spent_s=100.0 - earlier)
+        assert found is not None
+        return found
+
+    assert gain(0) == gain(90) > 0, "a trial a second, and 10 s are left"
 
 
 def test_a_search_ends_by_itself_and_tells_what_it_expected(store: Store) -> None:
