@@ -166,7 +166,7 @@ def _taught(rows: Sequence[Mapping[str, str]]) -> str:
         return ""
     if counts == {0}:
         return " A search knew its own trials alone."
-    learned = " to ".join(str(count) for count in dict.fromkeys((min(counts), max(counts))))
+    learned = " to ".join(map(str, sorted({min(counts), max(counts)})))
     return f" Tables of other GPUs had taught it {learned} trials before."
 
 

@@ -28,6 +28,7 @@ from flashgen.runtime.ops.keys import (
     are_plain,
     can_bypass_dispatcher,
     have_plain_functions,
+    is_plain_offset,
     is_tracked,
     refuse_lists_mapped_alone,
     refuse_tangents,
@@ -201,7 +202,7 @@ def attention(  # noqa: C901, PLR0912, PLR0915 - in one piece, because every cal
             bypasses_dispatcher = (
                 not is_traced
                 and can_bypass_dispatcher(q, k, v)
-                and (q_offset is None or type(q_offset) is int or are_plain((q_offset,)))  # type: ignore[arg-type]
+                and (q_offset is None or is_plain_offset(q_offset))
                 and are_plain(tensors_of(features))
                 and (not features.mods or have_plain_functions(features))
             )
@@ -223,9 +224,7 @@ def attention(  # noqa: C901, PLR0912, PLR0915 - in one piece, because every cal
                 result = op(q, k, v, *options, *SERVED.flat(features))
             return result
         bypasses_dispatcher = (
-            not is_traced
-            and can_bypass_dispatcher(q, k, v)
-            and (q_offset is None or type(q_offset) is int or are_plain((q_offset,)))  # type: ignore[arg-type]
+            not is_traced and can_bypass_dispatcher(q, k, v) and (q_offset is None or is_plain_offset(q_offset))
         )
         if not (bypasses_dispatcher or is_traced):
             refuse_tangents("attention", (q, k, v))

@@ -76,7 +76,6 @@ class Case:
     answers: Answers
     default: Config
     _able: dict[Config, bool] = field(default_factory=dict, repr=False, compare=False)
-    _balanced: dict[Config, Config] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, known: Known, device: Device) -> Case:
@@ -103,11 +102,11 @@ class Case:
             self._able[config] = reason is None
         return self._able[config]
 
-    def balanced(self, config: Config) -> Config:
-        """What serves here by a record with this config: it, with the tile that suits these sizes."""
-        if config not in self._balanced:
-            self._balanced[config] = balanced(config, self.spec, Sizes.of(self.known.workload), self.device)
-        return self._balanced[config]
+    def served_by(self, config: Config) -> Config | None:
+        """What serves here by a record with this config, with the tile that suits these sizes; None if it cannot."""
+        if not self.can_serve(config):
+            return None
+        return balanced(config, self.spec, Sizes.of(self.known.workload), self.device)
 
     def is_timed(self, config: Config) -> bool:
         """Whether a table has its time."""
@@ -115,7 +114,8 @@ class Case:
 
     def loss_by(self, config: Config) -> float:
         """As `loss`, of what serves by a record with this config."""
-        return self.loss(self.balanced(config)) if self.can_serve(config) else math.log(NOT_SERVED)
+        served = self.served_by(config)
+        return math.log(NOT_SERVED) if served is None else self.loss(served)
 
     def loss(self, config: Config) -> float:
         """The log of a config's time over the best one's, measured or estimated."""
@@ -199,8 +199,8 @@ def _learned(name: str, cases: Sequence[Case]) -> LearnedRule:
         if can_learn:
             rows = whole.without(number)
             leaf = Rule(tree=tree_of(rows, best_depth(rows)), nearest=None, why="").leaf(case.answers)
-            can_serve = leaf is not None and case.can_serve(leaf.config)
-            picked[TREE].append(case.balanced(leaf.config) if leaf and can_serve else picked[NEAREST][-1])
+            served = case.served_by(leaf.config) if leaf else None
+            picked[TREE].append(served or picked[NEAREST][-1])
     outcomes = {
         way: Outcome(ratios=tuple(math.exp(case.loss(c)) for case, c in zip(cases, configs, strict=True)))
         for way, configs in picked.items()
@@ -250,16 +250,16 @@ def chance(better: int, worse: int) -> float:
 def nearest(case: Case, others: Iterable[Case]) -> Config:
     """What serves by the nearest of other records whose config can, else the default."""
     ranked = sorted(others, key=lambda each: (distance(case.position, each.position), each.known.workload.key))
-    found = (each.known.served for each in ranked)
-    able = (case.balanced(config) for config in found if config is not None and case.can_serve(config))
-    return next(able, case.default)
+    found = (case.served_by(each.known.served) for each in ranked if each.known.served is not None)
+    return next((config for config in found if config is not None), case.default)
 
 
 def frequent(case: Case, others: Iterable[Case]) -> Config:
     """What serves by the config that most of the other records have and that can, else the default."""
     wins = Counter(each.known.served for each in others if each.known.served is not None)
     ranked = sorted(wins, key=lambda config: (-wins[config], text_of(config)))
-    return next((case.balanced(config) for config in ranked if case.can_serve(config)), case.default)
+    found = (case.served_by(config) for config in ranked)
+    return next((config for config in found if config is not None), case.default)
 
 
 def _expecting(node: Node, cases: Sequence[Case], ratios: Sequence[float], timed: Sequence[bool]) -> Node:

@@ -108,6 +108,11 @@ def are_plain(
     return True
 
 
+def is_plain_offset(q_offset: int | torch.Tensor) -> bool:
+    """Whether a query offset is a number, or a tensor that only holds data."""
+    return type(q_offset) is int or are_plain((q_offset,))  # type: ignore[arg-type]
+
+
 def have_plain_functions(features: Features) -> bool:
     """Whether what functions of the caller load from, and their block mask, are plain tensors without a gradient."""
     if not are_plain(features.aux) or any(tensor.requires_grad for tensor in features.aux):
