@@ -44,7 +44,9 @@ class Tiles(NamedTuple):
     def of(cls, workload: Workload, device: Device, records: Records) -> Tiles:
         """Ask the ladder."""
         config = served_pass(workload, specialization(workload), device, records).config
-        shape = f"{config['warpgroups']} x {ROWS} x {config['block_n']}"
+        heads = packed_heads(config)
+        rows = f"({heads} x {ROWS // heads})" if heads > 1 else f"{ROWS}"
+        shape = f"{config['warpgroups']} x {rows} x {config['block_n']}"
         return cls(workload, shape, visible_share(config, workload))
 
 
@@ -70,6 +72,7 @@ class Filled:
 def visible_share(config: Config, workload: Workload) -> float:
     """The visible pairs of a workload without a window over all that its tiles of `hopper_forward` compute."""
     shared, block = packed_heads(config), config.integer("block_n")
+    group = workload.nheads // workload.nheads_k
     rows, own = tile_rows(config) // shared, ROWS // shared
     computed = 0
     for seqlen_q, seqlen_k in zip(workload.each_seqlen_q, workload.each_length, strict=True):
@@ -80,7 +83,8 @@ def visible_share(config: Config, workload: Workload) -> float:
             last = first + own if config["hidden_blocks"] == "skipped" else (first // rows + 1) * rows
             seen = min(max(last + seqlen_k - seqlen_q, 0), seqlen_k) if workload.causal else seqlen_k
             computed += own * -(-seen // block) * block
-    return workload.all_pairs / computed
+    # of an incomplete pack rows are empty
+    return workload.all_pairs / computed * group / (-(-group // shared) * shared)
 
 
 def rates_beside_dense(rows: Iterable[Row], suite: str = SUITE) -> dict[str, float]:

@@ -87,7 +87,7 @@ def best_splits(
             return 1
         sizes = of_class(sizes)
         queries, keys = sizes.max_seqlen_q, sizes.max_seqlen_k
-        tiles = query_blocks(sizes, rows) * sizes.nheads
+        tiles = query_blocks(sizes, rows // packed_heads) * head_packing.packs(sizes, packed_heads)
     else:
         queries, keys = sizes.seqlen_q, sizes.seqlen_k
         tiles = head_packing.tiles(sizes, rows, packed_heads)

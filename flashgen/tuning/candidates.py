@@ -21,6 +21,7 @@ from flashgen.codegen.families import (
     usual,
 )
 from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_packing import suits_group
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -79,16 +80,12 @@ class Candidates:
                 return tuple(config for config in configs if poor_at_sizes(config, sizes) is None)
             return configs
 
+        def all_of(space: FamilySpace) -> tuple[Config, ...]:
+            configs = tuple(one for one in space.configs if not workload.is_packed or suits_group(one, sizes))
+            return tuple(dict.fromkeys((*_of(space, defaults), *all_fitted(configs), *others(configs))))
+
         defaults = tuple(usual(config, spec, sizes, device) for config in self.defaults)
-        spaces = (
-            replace(
-                space,
-                configs=tuple(
-                    dict.fromkeys((*_of(space, defaults), *all_fitted(space.configs), *others(space.configs)))
-                ),
-            )
-            for space in self.spaces
-        )
+        spaces = (replace(space, configs=all_of(space)) for space in self.spaces)
         return Candidates(spaces=tuple(spaces), defaults=defaults)
 
     @property

@@ -37,6 +37,8 @@ def tile(warpgroups: int, block_n: int, hidden_blocks: str = "computed", packed_
         ("b1-h8-hk1-s128-d128-causal", tile(2, 64, "skipped"), 128 * 129 // 2, 64 * 64 + 64 * 128),
         ("b1-h8-hk1-sq64-sk256-d128-causal", tile(1, 64), 64 * 192 + 64 * 65 // 2, 64 * 256),
         ("b1-h8-hk1-s64-d128", tile(2, 64, packed_heads=2), 64 * 64, 64 * 64),
+        ("b2-h7-hk1-s64-d128", tile(2, 64, packed_heads=2), 7 * 64 * 64, 8 * 64 * 64),
+        ("b2-h8-hk1-tq130-s65-d128-varlen-same", tile(2, 64, packed_heads=4), 2 * 65 * 65, 2 * 80 * 128),
         ("b2-h8-hk1-tq130-s65-d128-varlen-same", tile(1, 64), 2 * 65 * 65, 2 * 128 * 128),
         ("b2-h8-hk1-tq130-s65-d128-varlen-same", tile(2, 64), 2 * 65 * 65, 2 * 128 * 128),
         ("b2-h8-hk1-tq130-s65-d128-varlen-same", tile(4, 64), 2 * 65 * 65, 2 * 128 * 128),

@@ -118,10 +118,25 @@ class Descriptor:
         """What there is of the box at `place`: rows and columns of it, and the memory of these.
 
         Addresses have 64 bits. Rows in memory of which no address is above them are one part, others one each; what is
-        clipped is in none.
+        clipped is in none. Of a box of several heads the rows of each come one after the other.
         """
-        at, size = [int(x) for x in place], self.memory.element_size()
-        assert len(at) == len(self.shape)
+        *outer, row, column = (int(x) for x in place)
+        assert len(place) == len(self.shape)
+        found = []
+        for number in range(self.heads):
+            before = number * self.block[-2]
+            heads = [*outer[:-1], outer[-1] + number] if outer else []
+            for rows, columns, memory in self._parts_of_head([*heads, row, column]):
+                found.append((slice(before + rows.start, before + rows.stop), columns, memory))
+        return found
+
+    @property
+    def heads(self) -> int:
+        """Of a box; its other axes have size 1 but for rows and columns."""
+        return self.block[-3] if len(self.block) > 2 else 1
+
+    def _parts_of_head(self, at: list[int]) -> list[tuple[slice, slice, torch.Tensor]]:
+        size = self.memory.element_size()
         first, last = max(-at[-2], 0), min(self.shape[-2] - at[-2], self.block[-2])
         columns = slice(max(-at[-1], 0), max(min(self.shape[-1] - at[-1], self.block[-1]), 0))
         outside = any(not 0 <= x < most for x, most in zip(at[:-2], self.shape, strict=False))
@@ -197,7 +212,7 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 def _copy_in(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, tile: Shared) -> None:
     box = tile.tensor.view(-1, descriptor.block[-1])
-    assert len(box) == descriptor.block[-2]
+    assert len(box) == descriptor.heads * descriptor.block[-2]
     box.zero_()
     for rows, columns, memory in descriptor.parts(place):
         box[rows, columns] = memory
@@ -206,7 +221,7 @@ def _copy_in(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, til
 
 def _copy_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
     box = tile.tensor.view(-1, descriptor.block[-1])
-    assert len(box) == descriptor.block[-2]
+    assert len(box) == descriptor.heads * descriptor.block[-2]
     for rows, columns, memory in descriptor.parts(place):
         memory.copy_(box[rows, columns])
 

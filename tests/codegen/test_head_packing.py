@@ -14,14 +14,23 @@ from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.common_wgmma import descriptor_type
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.head_packing import PACKED_HEADS, packing, poor_at_sizes, tiles
+from flashgen.codegen.head_packing import (
+    PACKED_HEADS,
+    SEQUENCE_HEADS,
+    as_group_allows,
+    packing,
+    packing_of_sequences,
+    poor_at_sizes,
+    tiles,
+)
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.parameters import ptx_sizes, trailing_pointers
+from flashgen.tuning.candidates import Candidates
 from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.tiers import EXHAUSTIVE, first
@@ -76,6 +85,60 @@ def test_what_computes_twice_the_tiles_is_unfit() -> None:
     assert "computes 32 tiles, where 8" in str(poor_at_sizes(sizes(128, 1), 128, 4))
     assert poor_at_sizes(sizes(4096, 8), 128, 1) is None
     assert poor_at_sizes(sizes(0, 1), 128, 1) is None, "nothing is as much work in any packing"
+
+
+@pytest.mark.parametrize(
+    ("group", "most"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (7, 1), (8, 8), (12, 4), (15, 1), (16, 16), (71, 1)]
+)
+def test_packs_of_sequences_divide_a_group(group: int, most: int) -> None:
+    case = sizes(100, group)
+    assert as_group_allows(case, 16) == most
+    for heads in PACKED_HEADS:
+        assert as_group_allows(case, heads) == min(heads, most)
+
+
+def test_heads_of_short_sequences_are_packed() -> None:
+    def of(rows: int, group: int = 4) -> int:
+        return packing_of_sequences(sizes(64 * rows, group)._replace(sequences=64, max_seqlen_q=4 * rows))
+
+    assert [of(rows) for rows in (1, 33, 1024, 1025, 4096)] == [4, 4, 4, 1, 1]
+    assert [of(33, group) for group in (1, 2, 3, 7, 8, 64)] == [1, 2, 1, 1, 8, 8]
+
+
+def test_packed_sequences_are_searched_with_heads_side_by_side() -> None:
+    spec = Specialization.parse("fwd-bf16-d128-causal-varlen")
+    assert HOPPER_FORWARD.allowed_values(spec)["packed_heads"] == SEQUENCE_HEADS
+    dense = Specialization.parse("fwd-bf16-d128-causal")
+    assert HOPPER_FORWARD.allowed_values(dense)["packed_heads"] == (1,)
+    for text, counts in (
+        ("b64-h32-hk8-tq16384-s2048-d128-causal-varlen", {1, 2, 4}),
+        ("b64-h12-tq16384-s2048-d128-causal-varlen", {1}),
+        ("b64-h24-hk4-tq16384-s2048-d128-causal-varlen", {1, 2}),
+        ("b64-h28-hk4-tq16384-s2048-d128-causal-varlen", {1}),
+        ("b64-h32-hk2-tq16384-s2048-d128-causal-varlen", {1, 2, 4, 8}),
+    ):
+        found = Candidates.of(Workload.parse(text), H200, (HOPPER_FORWARD.id,)).spaces[0].configs
+        assert {config["packed_heads"] for config in found} == counts, text
+        assert all(families.invalid(config, spec, H200) is None for config in found[::40])
+    starts = HOPPER_FORWARD.seed_configs(spec, H200)
+    assert {config["packed_heads"] for config in starts} == {1, 4}
+
+
+@pytest.mark.parametrize("key", ["fwd-bf16-d128-causal-varlen", "fwd-bf16-d64-varlen"])
+def test_a_config_for_other_sequences_is_packed_as_these_ask_for(key: str) -> None:
+    spec = Specialization.parse(key)
+    default = HOPPER_FORWARD.default(spec, H200)
+    for rows, group, heads in ((128, 4, 4), (8192, 4, 1), (128, 1, 1), (32, 8, 8)):
+        case = sizes(32 * rows, group)._replace(sequences=32, max_seqlen_q=2 * rows, max_seqlen_k=2 * rows)
+        found = families.balanced(default, spec, case, H200)
+        assert found["packed_heads"] == heads
+        assert families.invalid(found, spec, H200) is None
+        again = families.balanced(found, spec, case, H200)
+        assert again["packed_heads"] == heads
+        for one in (found, again):
+            assert one == default or one in families.beside(default, spec, H200)
+    packed = families.balanced(default, spec, sizes(4096, 4)._replace(sequences=64, max_seqlen_q=256), H200)
+    assert families.fitted(packed, spec, sizes(64, 1), H200)["packed_heads"] == 1, "of a group of one none are packed"
 
 
 @pytest.mark.parametrize("key", ["d64", "d128-causal-window", "d192-dv128", "d256-softcap-offset"])
@@ -193,7 +256,14 @@ def test_every_row_of_every_head_has_one_tile(key: str, batch: int, nheads_k: in
 
 
 def test_packed_kernels_are_formatted(tmp_path: Path) -> None:
-    keys = ("d128", "d64-causal-sink-window-offset", "d256-softcap-alibi-sink", "d96-dv192-causal-window")
+    keys = (
+        "d128",
+        "d64-causal-sink-window-offset",
+        "d256-softcap-alibi-sink",
+        "d96-dv192-causal-window",
+        "d128-varlen",
+    )
+    keys += ("d80-causal-sink-alibi-varlen", "d64-window-varlen")
     for key, stages in itertools.product(keys, (1, 2)):
         source = render(*packed(f"fwd-fp16-{key}", 4, q_stages=stages))
         (tmp_path / f"{source.module}.py").write_text(source.text)

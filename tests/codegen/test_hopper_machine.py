@@ -53,6 +53,7 @@ def shifted(score, b, h, q_idx, k_idx):
 
 
 LENGTHS: dict[str, Any] = {"nheads": 3, "nheads_k": 1, "head_dim": 64, "dtype": torch.bfloat16}
+GROUPS_OF_FOUR: dict[str, Any] = {**LENGTHS, "nheads": 8, "nheads_k": 2}
 
 
 def of_threads(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -129,6 +130,8 @@ def launched(
         table = named["block_table"]
         values["Table"] = Pointer(memory=storage(table).long(), place=table.storage_offset())
     tensors = {"q": packed.q, "k": k, "v": v, "o": out}
+    values |= {"O": Pointer(memory=out.view(-1))}
+    values |= dict(zip(("stride_ob", "stride_oh", "stride_os"), geometry.tensors["o"][1], strict=False))
     arguments = []
     for parameter in HOPPER_FORWARD.parameters(spec, config):
         if is_descriptor(parameter):
@@ -196,6 +199,24 @@ CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
         Case(queries=(140, 60, 150), poison=(1,), options={"causal": True}, **LENGTHS),
         SETTLES | {"heads_per_group": 4, "masked_blocks": "branch"},
     ),
+    "heads side by side": (
+        Case(
+            queries=(70, 20, 1, 0, 33), keys=(300, 5, 129, 9, 70), options={"causal": True}, spare=9, **GROUPS_OF_FOUR
+        ),
+        PLAIN | {"packed_heads": 4, "heads_per_group": 2, "masked_blocks": "branch"},
+    ),
+    "a pack and a half of them": (
+        Case(queries=(70, 9), used_q=(65, 9), options={"window": (40, 0)}, sinks=True, spare=40, **LENGTHS),
+        SMALL | {"packed_heads": 2, "masked_blocks": "branch"},
+    ),
+    "fewer than a pack, in parts": (
+        Case(queries=(30, 40, 5), poison=(1,), **GROUPS_OF_FOUR | {"head_dim": 80}),
+        PAIR | {"packed_heads": 8, "split_d": True},
+    ),
+    "heads side by side, computed again": (
+        Case(queries=(40, 60, 50), poison=(1,), options={"causal": True}, **GROUPS_OF_FOUR),
+        SETTLES | {"packed_heads": 4, "heads_per_group": 4, "masked_blocks": "branch"},
+    ),
 }
 
 
@@ -205,7 +226,7 @@ CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
 def test_packed_sequences_are_right(name: str) -> None:
     case, changes = CASES[name]
     packed = make(case)
-    if name == "computed again":
+    if name.endswith("computed again"):
         packed.q.mul_(60.0)
     out, lse = launched(packed, changes, programs=3)
     assert_right(packed, out, lse)
@@ -229,7 +250,7 @@ def test_ctas_that_share_the_keys_of_a_tile_are_right(name: str, splits: int) ->
     """Five of them are more than most tiles have blocks of keys."""
     case, changes = CASES[name]
     packed = make(case)
-    if name == "computed again":
+    if name.endswith("computed again"):
         packed.q.mul_(60.0)
     out, lse = launched(packed, changes | {"split_keys": True}, programs=3, splits=splits)
     assert_right(packed, out, lse)

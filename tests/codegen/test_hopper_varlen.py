@@ -16,10 +16,12 @@ from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
+from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import Specialization
 from flashgen.launch.geometry import CLIPPED_ROWS, clipped
 from scripts.machine_loops import disassembled, local_accesses
 from tests.codegen.gluon_stub import Numbers, functions
+from tests.codegen.goldens import DOCUMENT
 from tests.tiers import EXHAUSTIVE, only
 
 H200 = find_device("h200")
@@ -135,9 +137,10 @@ def test_the_family_serves_packed_sequences_first() -> None:
 def test_what_packed_sequences_leave_of_the_family() -> None:
     spec = Specialization.parse("fwd-bf16-d128-causal-varlen")
     config = HOPPER_FORWARD.default(spec, H200)
-    packed = HOPPER_FORWARD.invalid(spec, config.replace(packed_heads=4), H200)
+    functions = replace(spec, mods=ScoreMods(mask_mod=DOCUMENT, aux=("i32", "fp32")))
+    packed = HOPPER_FORWARD.invalid(functions, HOPPER_FORWARD.default(functions, H200).replace(packed_heads=4), H200)
     assert packed is not None
-    assert "five axes" in packed
+    assert "asked about one head" in packed
     small = {"warpgroups": 1, "blocks_per_sm": 2, "block_n": 64, "ping_pong": False, "exp_order": "free"}
     assert HOPPER_FORWARD.invalid(spec, config.replace(**small, masked_blocks="one"), H200) is not None
     few = Sizes(batch=1, nheads=8, nheads_k=1, seqlen_q=5, seqlen_k=900, sequences=5, max_seqlen_q=1, max_seqlen_k=300)

@@ -26,4 +26,7 @@ CHANGES: dict[str, dict[str, KnobValue]] = {
     "given order": {"heads_per_group": 1},
     "all heads": {"heads_per_group": 32},
     "shares": {"split_keys": True},
+    "heads side by side": {"packed_heads": 4, "hidden_blocks": "computed"},
+    "more heads than a group has": {**ONE_WARPGROUP, "packed_heads": 8},
+    "shares of heads side by side": {"packed_heads": 2, "hidden_blocks": "computed", "split_keys": True},
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_mods import has_blocks
+from flashgen.codegen.common_order import ALL_HEADS
 from flashgen.codegen.common_softcap import EXACT, HARDWARE, TANH, tanh_values
 from flashgen.codegen.common_wgmma import LEAST_COLUMNS, widest_block
 from flashgen.codegen.family import Sizes
@@ -76,6 +79,13 @@ USUAL: Changes = {
     "split_keys": False,
     TANH.name: EXACT,
 }
+
+
+LARGEST_GROUP = 32
+"""Heads of a group, but for all of them."""
+
+PROMPT_HEADS = 4
+"""That a search of packed sequences meets first: those of Llama-3 that share keys, and half of many other groups."""
 
 
 def default(spec: Specialization, device: Device) -> Config:
@@ -163,6 +173,8 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
         found += [config.replace(**change) for config in (usual, best) for change in SHORT_STEPS]
     if why_not_split(spec) is None:
         found += [config.replace(**change) for config in (usual, best) for change in SPLIT_HEADS]
+    if rules.may_pack_sequences(spec):
+        found += [with_heads(spec, config, PROMPT_HEADS, device) for config in (usual, best)]
     if HARDWARE in tanh_values(spec):
         found = [each for config in (served, *found) for each in (config.replace(tanh=HARDWARE), config)]
     others = (config for config in dict.fromkeys(over_pages(spec, each, device) for each in found) if config != served)
@@ -181,11 +193,32 @@ def _tidy(spec: Specialization, config: Config, device: Device) -> Config:
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """`config` with so many heads in a tile as the query length and the group ask for."""
-    heads = 1 if spec.varlen else head_packing.packing(sizes, resources.tile_rows(config))
+    """`config` with so many heads in a tile as the query length and the group ask for.
+
+    Of packed sequences with no more than the group has, and otherwise as it is.
+    """
+    if spec.varlen:
+        return with_heads(spec, config, head_packing.as_group_allows(sizes, resources.packed_heads(config)), device)
+    heads = head_packing.packing(sizes, resources.tile_rows(config))
     if heads == resources.packed_heads(config):
         return config
     found = _tidy(spec, config.replace(packed_heads=heads), device)
+    return found if rules.invalid(spec, found, device) is None else config
+
+
+@functools.lru_cache(maxsize=256)
+def with_heads(spec: Specialization, config: Config, heads: int, device: Device) -> Config:
+    """`config` for packed sequences with so many heads in a tile, and about as many of all in a group.
+
+    As it is where that is not valid.
+    """
+    own = resources.packed_heads(config)
+    if heads == own:
+        return config
+    group = config.integer("heads_per_group")
+    if group not in (1, ALL_HEADS):
+        group = min(max(2, group * own // heads), LARGEST_GROUP)
+    found = _tidy(spec, config.replace(packed_heads=heads, heads_per_group=group), device)
     return found if rules.invalid(spec, found, device) is None else config
 
 

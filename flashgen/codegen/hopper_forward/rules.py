@@ -9,6 +9,7 @@ from flashgen.codegen.common_mods import has_blocks, hides
 from flashgen.codegen.common_softcap import TANH, tanh_values, why_not_tanh
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NAMED_BARRIERS, ROWS
 from flashgen.codegen.family import Knob
+from flashgen.codegen.head_packing import SEQUENCE_HEADS
 from flashgen.codegen.head_parts import is_split, why_not_split
 from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.key_splits import split_keys, why_not_shared
@@ -175,20 +176,23 @@ def hides_whole_blocks(spec: Specialization, config: Config) -> bool:
     return (
         (spec.causal or spec.window)
         and config["masked_blocks"] == "branch"
-        and resources.tile_rows(config) - ROWS >= resources.packed_heads(config) * config.integer("block_n")
         and not resources.score_tiles(spec)
         and not has_blocks(spec)
+        and resources.tile_rows(config) - ROWS >= resources.packed_heads(config) * config.integer("block_n")
     )
 
 
 def _why_not_packed(spec: Specialization, config: Config) -> str | None:
-    if resources.packed_heads(config) > 1 and spec.varlen:
-        return "of the five axes of TMA packed sequences take two, and heads side by side would need one more"
-    if resources.packed_heads(config) > 1 and (spec.bias or spec.mask):
+    if (spec.bias or spec.mask) and resources.packed_heads(config) > 1:
         return "heads side by side may have different biases or masks, and a step loads those of one"
-    if resources.packed_heads(config) > 1 and spec.mods:
+    if spec.mods and resources.packed_heads(config) > 1:
         return "a function of the caller is asked about one head, and heads side by side are several"
     return None
+
+
+def may_pack_sequences(spec: Specialization) -> bool:
+    """Whether heads of packed sequences may be side by side."""
+    return spec.varlen and spec.mods is None
 
 
 def _why_not_listed(spec: Specialization, config: Config) -> str | None:
@@ -209,8 +213,8 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
         )
     if not spec.causal:
         return None if kind == "one" else "without a causal mask only the first block of a tile may need a mask"
-    if resources.packed_heads(config) > 1:
-        return None if kind == "branch" else "few query positions of packed heads are not cut along the diagonal"
+    if kind != "branch" and resources.packed_heads(config) > 1:
+        return "few query positions of packed heads are not cut along the diagonal"
     one = resources.tile_rows(config) <= config.integer("block_n") and not (spec.offset_tensor or spec.varlen)
     if kind == "one" and not one:
         return (
@@ -248,7 +252,7 @@ def _why_not_in_groups(spec: Specialization, config: Config) -> str | None:
 def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of knobs: no other value is valid, or sizes decide which one serves."""
     found: dict[str, tuple[KnobValue, ...]] = {
-        "packed_heads": (1,),
+        "packed_heads": SEQUENCE_HEADS if may_pack_sequences(spec) else (1,),
         "split_keys": (False,),
         TANH.name: tanh_values(spec),
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from flashgen.codegen import head_packing
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward import defaults, resources, short_queries, tile_choice, tile_order
+from flashgen.codegen.head_packing import SEQUENCE_HEADS
+from flashgen.codegen.hopper_forward import defaults, resources, rules, short_queries, tile_choice, tile_order
 from flashgen.codegen.key_splits import best_splits, split_keys, why_not_shared, with_shares
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -22,22 +24,40 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with the tile, its order and the shares that fill the SMs at these."""
-    found = _shared(spec, tile_choice.balanced(spec, config, sizes, device), sizes, device)
+    heads = resources.packed_heads(config)
+    if spec.varlen and sizes.sequences:
+        heads = head_packing.packing_of_sequences(sizes) if rules.may_pack_sequences(spec) else 1
+        config = defaults.with_heads(spec, config, 1, device)
+    found = _filled(spec, tile_choice.balanced(spec, config, sizes, device, heads), sizes, device, heads)
     if split_keys(found):
-        shared = _shared(spec, tile_choice.for_shares(spec, config, device), sizes, device)
+        shared = _filled(spec, tile_choice.for_shares(spec, config, device), sizes, device, heads)
         return shared if split_keys(shared) else found
     return tile_order.ordered(spec, short_queries.narrowed(spec, found, sizes, device), sizes, device)
 
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """What `balanced` may serve in the place of a config at one size or another."""
-    tiles = (config, *tile_choice.others(spec, config, device))
+    tiles = _with_any_heads(spec, config, device)
     found = [tile.replace(split_keys=shared) for tile in tiles for shared in _ways(spec)]
     alone = [tile.replace(split_keys=False) for tile in tiles]
     alone += [other for tile in alone for other in short_queries.others(spec, tile, device)]
     # where keys are shared there are too few tiles for an order
     found += [*alone, *(order for tile in alone for order in tile_order.orders(spec, tile))]
     return tuple(other for other in dict.fromkeys(found) if other != config)
+
+
+def _filled(spec: Specialization, tile: Config, sizes: Sizes, device: Device, heads: int) -> Config:
+    return _shared(spec, defaults.with_heads(spec, tile, heads, device) if spec.varlen else tile, sizes, device)
+
+
+def _with_any_heads(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
+    """The tiles that may take the place of a config's; of packed sequences with each number of heads side by side."""
+    if not spec.varlen:
+        return (config, *tile_choice.others(spec, config, device))
+    alone = defaults.with_heads(spec, config, 1, device)
+    heads = SEQUENCE_HEADS if rules.may_pack_sequences(spec) else (1,)
+    tiles = (alone, *tile_choice.others(spec, alone, device))
+    return tuple(defaults.with_heads(spec, tile, number, device) for tile in tiles for number in heads)
 
 
 def _ways(spec: Specialization) -> tuple[bool, ...]:

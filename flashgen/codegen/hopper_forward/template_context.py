@@ -127,7 +127,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "turns_back": _turns_back(spec, config),
         "num_sms": NUM_SMS,
         "schedule_arguments": _schedule_arguments(config, aligned=aligned),
-        **_sequences(spec),
+        **_sequences(spec, config),
         "paged": bool(spec.page_size),
         "page_size": spec.page_size or 0,
         "page_box": resources.page_box(spec, config.integer("block_n")),
@@ -150,8 +150,15 @@ def _outputs(spec: Specialization, config: Config) -> list[str]:
     if split_keys(config):
         found = ["OParts", "LseParts"]
     else:
-        found = ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if is_aligned(spec, config) else [])]
+        found = ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if _stores_rows(spec, config) else [])]
     return [*found, *(["total_q"] if spec.varlen else [])]
+
+
+def _stores_rows(spec: Specialization, config: Config) -> bool:
+    """Whether a tile may be stored by pointers: one that begins before the first row, or with heads of two groups."""
+    if split_keys(config):
+        return False
+    return is_aligned(spec, config) or (spec.varlen and resources.packed_heads(config) > 1)
 
 
 def _shares(spec: Specialization, config: Config) -> dict[str, object]:
@@ -163,11 +170,12 @@ def _shares(spec: Specialization, config: Config) -> dict[str, object]:
     }
 
 
-def _sequences(spec: Specialization) -> dict[str, object]:
+def _sequences(spec: Specialization, config: Config) -> dict[str, object]:
     """What roles are told of packed sequences: their lengths, where a tile lies, and what of it loads depend on."""
     keys = ["seqlen_k"] if spec.page_size else ["k_start", "seqlen_k"]
-    place = ["tile_row", "h", "b", "q_start", "q_rows", "seqlen_q", *keys] if spec.varlen else []
-    loads = ["tile_row", "h", *(["b"] if spec.page_size else []), "q_start", "seqlen_q", *keys]
+    heads = ["h"] if resources.packed_heads(config) == 1 else ["h_k", "first_head"]
+    place = ["tile_row", *heads, "b", "q_start", "q_rows", "seqlen_q", *keys] if spec.varlen else []
+    loads = ["tile_row", *heads, *(["b"] if spec.page_size else []), "q_start", "seqlen_q", *keys]
     lengths = [*SEQUENCE_POINTERS, *SEQUENCE_FLAGS, *_sequence_sizes(spec)]
     return {"varlen": spec.varlen, "lengths": lengths, "place": place, "loaded_from": loads}
 
@@ -239,8 +247,8 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     launch is 32 * num_warps threads, 128 for each warpgroup and as many for the producer.
     """
     found, shared = _descriptors(spec, config), split_keys(config)
-    aligned = is_aligned(spec, config) and not shared
-    found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
+    by_rows = _stores_rows(spec, config)
+    found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if by_rows else []
     found += share_parameters(wide=False) if shared else [Parameter(name="LSE", type="*fp32")]
     found.append(Parameter(name="Counter", type="*i32"))
     found += [*score_parameters(spec), *mod_parameters(spec)]
@@ -249,7 +257,7 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     last = KEY_SPLITS.name if shared else "lse_rows"
     names = (*(() if spec.varlen else ("batch",)), "nheads", "group_size", *lengths, last)
     found += [Parameter(name=name, type="i32") for name in names]
-    outputs = (Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ()))
+    outputs = (Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if by_rows else ()))
     return (*found, *outputs, *table_strides(spec))
 
 
@@ -258,8 +266,8 @@ def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
     packed = resources.packed_heads(config)
     query_rows: tuple[int, ...] = (ROWS,) if packed == 1 else (packed, ROWS // packed)
     key_rows: tuple[int, ...] = (resources.page_box(spec, block_n),)
-    if spec.varlen:
-        # one axis more says where a sequence ends
+    if spec.varlen and packed == 1:
+        # one axis more says where a sequence ends; that of heads is as long as a pack
         query_rows = (1, *query_rows)
     if spec.varlen and not spec.page_size:
         key_rows = (1, *key_rows)
@@ -298,7 +306,7 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
 
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
-            tiles = query_blocks(sizes, rows) * sizes.nheads
+            tiles = query_blocks(sizes, rows // packed_heads) * head_packing.packs(sizes, packed_heads)
         else:
             # the first block of a head begins up to a block before its first row, which takes one block more
             queries = sizes.seqlen_q + rows - 1 if aligned else sizes.seqlen_q

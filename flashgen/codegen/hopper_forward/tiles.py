@@ -56,7 +56,9 @@ class Tile:
         waves, rest = divmod(tiles * heads, slots)
         return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
 
-    def packed_time(self, lengths: Lengths, heads: float, sm_count: int, *, causal: bool) -> float:
+    def packed_time(
+        self, lengths: Lengths, heads: float, sm_count: int, *, causal: bool, packed_heads: int = 1
+    ) -> float:
         """What the CTAs of packed sequences are expected to take: an equal share of all work, or the longest CTA.
 
         Args:
@@ -64,13 +66,15 @@ class Tile:
             heads: how often each of these is there: its heads, times the sequences like it.
             sm_count: SMs of the GPU.
             causal: whether a row sees the keys up to its own alone.
+            packed_heads: of these heads, how many are side by side in a tile.
         """
-        steps, longest = _steps(self, lengths, causal)
-        return self.step * max(self.lone * longest, steps * heads / (sm_count * self.blocks_per_sm))
+        steps, longest = _steps(self, lengths, causal, packed_heads)
+        slots = sm_count * self.blocks_per_sm
+        return self.step * max(self.lone * longest, steps * heads / packed_heads / slots)
 
-    def _mean(self, seqlen_q: int, seqlen_k: int) -> float:
+    def _mean(self, seqlen_q: int, seqlen_k: int, packed_heads: int = 1) -> float:
         """The steps of a mean CTA under a causal mask, with its overhead."""
-        rows = 64 * self.warpgroups
+        rows = 64 * self.warpgroups // packed_heads
         seen = max(seqlen_k - seqlen_q, 0) + min((-(-seqlen_q // rows) + 1) * rows, 2 * seqlen_q) / 2
         return min(seen, seqlen_k) / self.block_n + 0.5 + self.overhead
 
@@ -84,13 +88,14 @@ class Tile:
 
 
 @functools.lru_cache(maxsize=512)
-def _steps(tile: Tile, lengths: Lengths, causal: bool) -> tuple[float, float]:
+def _steps(tile: Tile, lengths: Lengths, causal: bool, packed_heads: int) -> tuple[float, float]:
     """The steps and overheads of all CTAs of some sequences, and of the longest CTA."""
+    rows = 64 * tile.warpgroups // packed_heads
     every = longest = 0.0
     for seqlen_q, seqlen_k in lengths:
         slower = tile._slower(seqlen_q, seqlen_k) if causal else 1.0
         last = slower * (-(-seqlen_k // tile.block_n) + tile.overhead)
-        every += -(-seqlen_q // (64 * tile.warpgroups)) * (slower * tile._mean(seqlen_q, seqlen_k) if causal else last)
+        every += -(-seqlen_q // rows) * (slower * tile._mean(seqlen_q, seqlen_k, packed_heads) if causal else last)
         longest = max(longest, last)
     return every, longest
 
