@@ -53,8 +53,8 @@ PACKED_SHAPES = 2
 SMALL_WITH_HEADS = {(128, True): 0.75}
 """What the time of a tile of one warpgroup counts times where heads are side by side, by head dimension and mask.
 
-On an H200 it was the best one of eight classes of short causal sequences in five (64 to 256 tokens in the mean), of
-which the estimate chose it for one: 1.036 of the best in the mean, and 1.006 with this factor.
+On an H200 it was the best one for five of eight batches of causal sequences, of 32 to 1024 tokens in the mean, and the
+estimate alone chose it for none: 1.05 of the best tile's time in the mean, and 1.006 with this factor.
 """
 
 QUANTILES = 8
@@ -82,10 +82,12 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device,
     sms, causal = device.num_sms, spec.causal
     if spec.varlen:
         times = [_packed_time(tile, sizes, sms, causal=causal, packed_heads=packed_heads) for tile in tiles]
-        if packed_heads > 1:
-            times = [time * _heads_factor(spec, tile) for time, tile in zip(times, tiles, strict=True)]
     else:
         times = [tile.time(sizes, sms, causal=causal) for tile in tiles]
+    if packed_heads > 1:
+        # of which the record says nothing, so that no tile has a margin
+        asked = [time * _heads_factor(spec, tile) for time, tile in zip(times, tiles, strict=True)]
+        return with_tile(spec, config, tiles[asked.index(min(asked))], device)
     own_factors, factors = _factors(spec)
     asked = [time * factor for time, factor in zip(times, factors, strict=True)]
     asked[own] = times[own] * own_factors[own]
