@@ -40,8 +40,12 @@ from flashgen.db.writing import Incoming, Merged
 CONNECTIONS = 8
 """At a time; the threads of a coordinator with more GPUs take turns, a few milliseconds each."""
 
-ATTEMPTS, GIVE_UP_S = 12, 30.0
-"""Of a transaction that met another one, or whose connection was lost; after this time there is no other attempt."""
+GIVE_UP_S = 30.0
+"""After this time there is no other attempt at a transaction that met another one, or whose connection was lost: a
+server that is started again answers before."""
+
+OPEN_S = 3.0
+"""The same of the first transaction: nothing is lost yet, and a name or a password that is wrong stays wrong."""
 
 CONNECT_TIMEOUT_S = 10
 """For a host that does not answer, whose packets get lost; psycopg alone would wait for 130 s, libpq without end."""
@@ -96,7 +100,7 @@ class ServerStore(StoredTrials):
                 f"a database server has a URL of SQLAlchemy, and its driver is installed; got {name}: {error}"
             ) from None
         try:
-            store._run(store._prepare)
+            store._run(store._prepare, OPEN_S)
         except BaseException:
             store.close()
             raise
@@ -218,20 +222,21 @@ class ServerStore(StoredTrials):
             warnings.warn(printable(f"{self.name}: {bad[0]} ({len(bad)} rows)", lines=True), stacklevel=3)
         return found
 
-    def _run(self, action: Callable[[Session], V]) -> V:
-        """Run `action` in a transaction, again where another one was in its way."""
-        until = time.monotonic() + GIVE_UP_S
-        for attempt in range(ATTEMPTS):
+    def _run(self, action: Callable[[Session], V], give_up_s: float | None = None) -> V:
+        """Run `action` in a transaction, again where another one was in its way, or the server was not there."""
+        until = time.monotonic() + (GIVE_UP_S if give_up_s is None else give_up_s)
+        wait_s = FIRST_WAIT_S
+        while True:
             try:
                 with Session(self._engine, expire_on_commit=False) as session, session.begin():
                     return action(session)
             except (sa.exc.IntegrityError, sa.exc.OperationalError, sa.exc.TimeoutError) as error:
-                if attempt + 1 == ATTEMPTS or time.monotonic() > until:
+                if time.monotonic() > until:
                     raise self._failed(error) from error
             except sa.exc.SQLAlchemyError as error:
                 raise self._failed(error) from error
-            time.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.5, 1.5))
-        raise AssertionError("unreachable: the last attempt returns or raises")
+            time.sleep(wait_s * random.uniform(0.5, 1.5))
+            wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
     def _failed(self, error: sa.exc.SQLAlchemyError) -> DatabaseError:
         said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]

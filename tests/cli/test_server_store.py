@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -25,7 +27,7 @@ from tests.cli.conftest import Invoke
 from tests.db import postgres
 from tests.db.samples import CAUSAL, FAILED, H100, H200, MEASURED, PREDICTED, PREDICTION, SHORT, TRIAL, timed
 from tests.db.samples import ORIGIN as MADE
-from tests.tuning.fakes import FakeCompiler, FakeExecutor
+from tests.tuning.fakes import Clock, FakeCompiler, FakeExecutor
 
 pytestmark = [
     pytest.mark.xdist_group("postgres"),
@@ -183,11 +185,37 @@ def test_a_server_that_does_not_answer_is_said_without_its_password() -> None:
     assert "secret" not in str(caught.value)
 
 
+def test_a_server_that_is_away_for_as_long_as_a_restart_takes_costs_nothing(
+    url: str, store: ServerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sa.make_url(url)
+    link, folder = tmp_path / "s", str(found.query["host"])
+    link.symlink_to(folder)
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now > 20 and not link.exists():
+            link.symlink_to(folder)
+
+    with ServerStore.open(found.update_query_dict({"host": str(link)}).render_as_string()) as own:
+        own.put_trial(TRIAL)
+        link.unlink()
+        engine = sa.create_engine(url)
+        with engine.connect() as connection:
+            others = "FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+            connection.exec_driver_sql(f"SELECT pg_terminate_backend(pid) {others}")
+        engine.dispose()
+        monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+        own.put_trial(FAILED)
+    assert store.trials(TRIAL.workload, TRIAL.device) == [TRIAL, FAILED]
+
+
 def test_a_server_that_accepts_and_says_nothing_is_waited_for_no_longer_than_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "CONNECT_TIMEOUT_S", 2)
-    monkeypatch.setattr(server, "GIVE_UP_S", 1.0)
+    monkeypatch.setattr(server, "OPEN_S", 1.0)
     started = time.monotonic()
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
@@ -209,7 +237,7 @@ def test_a_server_that_accepts_and_says_nothing_is_waited_for_no_longer_than_is_
     ],
 )
 def test_no_message_about_a_url_has_its_password(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(server, "OPEN_S", 0.0)
     with pytest.raises(DatabaseError) as caught:
         ServerStore.open(form)
     assert "secret" not in str(caught.value)
