@@ -34,7 +34,7 @@ from flashgen.db.row_reading import R, row_counts
 from flashgen.db.schema import Base, DeviceRow, RecordRow, WorkloadRow
 from flashgen.db.store import Store
 from flashgen.db.stored_trials import StoredTrials
-from flashgen.db.urls import parse_url, without_secrets
+from flashgen.db.urls import parse_url, to_connect, without_secrets
 from flashgen.db.writing import Incoming, Merged
 
 CONNECTIONS = 8
@@ -46,12 +46,6 @@ server that is started again answers before."""
 
 OPEN_S = 3.0
 """The same of the first transaction: nothing is lost yet, and a name or a password that is wrong stays wrong."""
-
-CONNECT_TIMEOUT_S = 10
-"""For a host that does not answer, whose packets get lost; psycopg alone would wait for 130 s, libpq without end."""
-
-LIBPQ_DRIVERS = ("psycopg", "psycopg2")
-"""Those that call this option `connect_timeout`."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5
 """Between attempts, doubling, each up to half as long or longer again: writers that met must not meet for ever."""
@@ -70,8 +64,7 @@ class ServerStore(StoredTrials):
         self.name = without_secrets(url)
         self.validate = validate
         self._engine = sa.create_engine(
-            url,
-            connect_args=_connect_args(url),
+            to_connect(url),
             pool_size=CONNECTIONS,
             max_overflow=0,
             pool_pre_ping=True,
@@ -259,13 +252,6 @@ class ServerStore(StoredTrials):
 
 
 _VERSION = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
-
-
-def _connect_args(url: sa.URL) -> dict[str, Any]:
-    """What limits the time to connect, where the URL does not."""
-    if url.get_driver_name() in LIBPQ_DRIVERS and "connect_timeout" not in url.query:
-        return {"connect_timeout": CONNECT_TIMEOUT_S}
-    return {}
 
 
 def _storable(outcome: Any) -> Any:

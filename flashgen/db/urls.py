@@ -10,6 +10,14 @@ import sqlalchemy as sa
 
 from flashgen.core.errors import DatabaseError
 
+LIBPQ_DRIVERS = ("psycopg", "psycopg2")
+"""Those that take the options of PostgreSQL's own client library."""
+
+LIBPQ_OPTIONS = {"connect_timeout": "10", "client_encoding": "utf8"}
+"""A host that does not answer, whose packets get lost, is waited for 10 s; psycopg alone would wait for 130 s, libpq
+without end. Texts are UTF-8, whatever a database calls its own: one without an encoding, as Debian makes without a
+locale, gives psycopg bytes in place of texts."""
+
 
 def parse_url(url: str) -> sa.URL:
     """A text as a URL.
@@ -27,6 +35,13 @@ def parse_url(url: str) -> sa.URL:
         "a URL of a database is like postgresql+psycopg://tuner@db/flashgen or sqlite:///studies.db, with each @ of a "
         "password as %40, and this one cannot be parsed"
     )
+
+
+def to_connect(url: sa.URL) -> sa.URL:
+    """A URL with the options that a connection to PostgreSQL needs, where it says nothing of them itself."""
+    if url.get_backend_name() != "postgresql" or url.get_driver_name() not in LIBPQ_DRIVERS:
+        return url
+    return url.update_query_dict({**LIBPQ_OPTIONS, **url.query})
 
 
 def without_secrets(url: sa.URL) -> str:

@@ -20,6 +20,7 @@ from flashgen.core.errors import DatabaseError
 from flashgen.core.quoting import printable
 from flashgen.core.record import Failure, Trial, moment
 from flashgen.core.settings import settings
+from flashgen.db.urls import parse_url, to_connect
 from flashgen.tuning.events import Event, TrialFinished, Warned
 from flashgen.tuning.quiet import Quiet
 from flashgen.tuning.study_files import check_study
@@ -55,7 +56,7 @@ class Studies:
         try:
             with Quiet():
                 if "://" in url:
-                    return cls(optuna.storages.get_storage(url))
+                    return cls(optuna.storages.get_storage(to_connect(parse_url(url)).render_as_string(False)))
                 backend = JournalFileBackend(url)
                 return cls(optuna.storages.JournalStorage(backend))
         except Exception as error:  # noqa: BLE001 - of SQLAlchemy, of its drivers, of a file: each has its own errors

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
-from flashgen.db import server
+from flashgen.db import server, urls
 from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
 from flashgen.tuning import runs
@@ -64,6 +66,15 @@ def store(url: str) -> Iterator[ServerStore]:
     engine.dispose()
 
 
+def new_database(url: str, name: str, options: str = "") -> str:
+    """The URL of another database of the server."""
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name} {options}")
+    engine.dispose()
+    return sa.make_url(url).set(database=name).render_as_string()
+
+
 def test_a_server_keeps_what_a_file_keeps(store: ServerStore) -> None:
     store.put_record(PREDICTED)
     assert store.record(CAUSAL, H200) == PREDICTED
@@ -95,6 +106,33 @@ def test_a_reason_may_have_characters_that_postgresql_refuses(store: ServerStore
     (trial,) = store.trials(FAILED.workload, FAILED.device)
     assert isinstance(trial.outcome, Failure)
     assert trial.outcome.reason == "a\\x00b"
+
+
+def test_a_database_without_an_encoding_keeps_texts_too(url: str) -> None:
+    failed = replace(FAILED, outcome=Failure(stage="build", reason="\N{GREEK SMALL LETTER MU}s"))
+    with ServerStore.open(new_database(url, "ascii", "ENCODING 'SQL_ASCII' TEMPLATE template0")) as opened:
+        opened.put_trial(failed)
+        assert opened.trials(FAILED.workload, FAILED.device) == [failed]
+        assert opened.counts()["trials"] == 1
+
+
+EXPORT = """
+import sys
+from flashgen.tuning.studies import export_studies
+from tests.db.samples import FAILED, TRIAL
+
+assert export_studies([TRIAL], sys.argv[1]) == (1, 1)
+assert export_studies([TRIAL, FAILED], sys.argv[1]) == (1, 2)
+"""
+
+
+def test_a_study_is_kept_in_a_database_without_an_encoding(url: str) -> None:
+    studies = new_database(url, "studies", "ENCODING 'SQL_ASCII' TEMPLATE template0")
+    # Optuna closes no connection, so in a process of its own
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORT, studies], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_coordinators_that_write_the_same_rows_at_once_lose_nothing(url: str, store: ServerStore) -> None:
@@ -214,7 +252,7 @@ def test_a_server_that_is_away_for_as_long_as_a_restart_takes_costs_nothing(
 def test_a_server_that_accepts_and_says_nothing_is_waited_for_no_longer_than_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "CONNECT_TIMEOUT_S", 2)
+    monkeypatch.setitem(urls.LIBPQ_OPTIONS, "connect_timeout", "2")
     monkeypatch.setattr(server, "OPEN_S", 1.0)
     started = time.monotonic()
     with (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from flashgen.db.urls import parse_url, sqlite_file, without_secrets
+from flashgen.db.urls import parse_url, sqlite_file, to_connect, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,11 @@ def test_other_databases_have_no_file() -> None:
 def test_a_url_is_shown_without_its_secrets() -> None:
     url = parse_url("postgresql+psycopg://me:a@db:5/x?sslpassword=b&passfile=c")
     assert without_secrets(url) == "postgresql+psycopg://me:***@db:5/x"
+
+
+def test_a_connection_to_postgresql_has_a_limit_and_utf8_where_its_url_says_nothing_else() -> None:
+    for driver in ("", "+psycopg", "+psycopg2"):
+        said = to_connect(parse_url(f"postgresql{driver}://me@db/x?host=a&connect_timeout=3")).query
+        assert said == {"host": "a", "connect_timeout": "3", "client_encoding": "utf8"}
+    for url in ("postgresql+pg8000://me@db/x", "mysql+pymysql://me@db/x", "sqlite:///x.db"):
+        assert to_connect(parse_url(url)) == parse_url(url)
