@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sqlalchemy import CheckConstraint, Float, ForeignKey, MetaData, UniqueConstraint, false
+from sqlalchemy import BigInteger, CheckConstraint, Float, ForeignKey, Integer, MetaData, UniqueConstraint, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 
 class Base(DeclarativeBase):
-    """Every constraint has a name, so that a later migration can change it; a float is FLOAT in every SQLAlchemy."""
+    """Every constraint has a name, so that a later migration can change it; a float is FLOAT in every SQLAlchemy.
 
-    type_annotation_map: ClassVar = {float: Float()}
+    An integer has 64 bits, as each of SQLite has, also on a server whose INTEGER has 32.
+    """
+
+    type_annotation_map: ClassVar = {float: Float(), int: BigInteger().with_variant(Integer(), "sqlite")}
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",

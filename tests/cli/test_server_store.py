@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import sqlalchemy as sa
 
+from flashgen.core.checks import MAX_INTEGER
 from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure
@@ -27,7 +28,7 @@ from flashgen.db.store import Store
 from flashgen.tuning import runs
 from tests.cli.conftest import Invoke
 from tests.db import postgres
-from tests.db.samples import CAUSAL, FAILED, H100, H200, MEASURED, PREDICTED, PREDICTION, SHORT, TRIAL, timed
+from tests.db.samples import CAUSAL, FAILED, H100, H200, MEASURED, PREDICTED, PREDICTION, SEARCH, SHORT, TRIAL, timed
 from tests.db.samples import ORIGIN as MADE
 from tests.tuning.fakes import Clock, FakeCompiler, FakeExecutor
 
@@ -114,6 +115,16 @@ def test_a_database_without_an_encoding_keeps_texts_too(url: str) -> None:
         opened.put_trial(failed)
         assert opened.trials(FAILED.workload, FAILED.device) == [failed]
         assert opened.counts()["trials"] == 1
+
+
+def test_an_integer_has_64_bits(store: ServerStore) -> None:
+    origin, search = replace(MADE, seed=MAX_INTEGER), replace(SEARCH, seed=MAX_INTEGER)
+    store.put_search(search)
+    store.put_record(MEASURED, origin)
+    store.put_record(timed(MEASURED, 0.5))
+    store.put_record(timed(MEASURED, 0.46), origin)
+    assert store.searches(SEARCH.workload, SEARCH.device) == [search]
+    assert store.made() == [(timed(MEASURED, 0.46), origin)]
 
 
 EXPORT = """
