@@ -7,6 +7,8 @@ storage: a trial is written there once its outcome is known, so a slow or broken
 
 from __future__ import annotations
 
+import random
+import time
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -33,6 +35,9 @@ METRIC = "ms"
 MARK = ("run", "created", "config")
 """The attributes of a trial that tell it from all others of its study."""
 
+OPENING_WAITS_S = (0.1, 0.2, 0.4, 0.8)
+"""Between attempts to open a storage: Optuna looks for tables and makes those that are missing, without a lock."""
+
 
 class Studies:
     """The studies of one storage. Open it with `Studies.open`."""
@@ -56,7 +61,7 @@ class Studies:
         try:
             with Quiet():
                 if "://" in url:
-                    return cls(optuna.storages.get_storage(to_connect(parse_url(url)).render_as_string(False)))
+                    return cls(_storage(to_connect(parse_url(url)).render_as_string(False)))
                 backend = JournalFileBackend(url)
                 return cls(optuna.storages.JournalStorage(backend))
         except Exception as error:  # noqa: BLE001 - of SQLAlchemy, of its drivers, of a file: each has its own errors
@@ -166,6 +171,18 @@ def frozen(trial: Trial) -> optuna.trial.FrozenTrial:
         made.datetime_start = ended - timedelta(seconds=trial.evaluate_s or 0.0)
         made.datetime_complete = ended
     return made
+
+
+def _storage(url: str) -> optuna.storages.BaseStorage:
+    """A storage in a database, opened again where another process made the same tables or rows at the same moment."""
+    for wait_s in OPENING_WAITS_S:
+        try:
+            return optuna.storages.get_storage(url)
+        except Exception as error:  # noqa: PERF203 - SQLAlchemy's; that of a connection has no statement
+            if getattr(error, "statement", None) is None:
+                raise
+            time.sleep(wait_s * random.uniform(0.5, 1.5))
+    return optuna.storages.get_storage(url)
 
 
 def _attributes(trial: Trial) -> dict[str, Any]:

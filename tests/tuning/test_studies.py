@@ -9,6 +9,8 @@ from pathlib import Path
 
 import optuna
 import pytest
+import sqlalchemy as sa
+from optuna.storages._rdb import models
 
 import flashgen
 from flashgen.core.errors import DatabaseError
@@ -63,6 +65,26 @@ def test_a_file_of_sqlite_is_a_storage_too_and_gets_no_trial_twice(tmp_path: Pat
     assert study.trials[1].user_attrs["failure"] == str(FAILED.outcome)
     assert study.trials[2].datetime_complete is not None
     assert study.metric_names == ["ms"]
+
+
+def test_processes_that_make_the_same_storage_at_once_all_open_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'studies.db'}"
+    made = []
+
+    def beside(*args: object, **kwargs: object) -> None:
+        """Between Optuna's look for tables and its making of them."""
+        if not made:
+            made.append(True)
+            made.append(Studies.open(url))
+
+    tables = models.BaseModel.metadata
+    sa.event.listen(tables, "before_create", beside)
+    try:
+        assert Studies.open(url).put(TRIAL)
+    finally:
+        sa.event.remove(tables, "before_create", beside)
+    assert len(made) == 2
+    assert export_studies([TRIAL], url) == (0, 1)
 
 
 @pytest.mark.parametrize("url", ["sqlite:////nowhere/at/all/x.db", "nonsense://x", "/nowhere/at/all/x.log"])
