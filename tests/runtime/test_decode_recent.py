@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from flashgen.runtime.decode import plans, recent, runs
 from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.ops import recent as ops_recent
 from tests.decoding import Case, arguments, make
-from tests.fakes.driver import FakeDriver
+from tests.fakes.driver import FakeDriver, Launched
 from tests.runtime.decode_calls import GOOD, RULES, broken, run
 
 PAGED = Case(lens=(300, 0, 64), page=16)
@@ -337,3 +338,33 @@ def test_reload_forgets_and_checks_of_contents_are_asked_for_anew(
             run(driver, replace(call, seqlens=torch.full_like(call.seqlens, 4000)))
     assert not recent.RECENT
     settings.cache_clear()
+
+
+def test_reload_while_a_thread_prepares_a_step_forgets_what_that_prepares(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with other calls, no record of then is remembered behind it."""
+    real, threads = runs._prepared, list[threading.Thread]()
+
+    def prepared(*given: Any) -> Any:
+        found = real(*given)
+        threads.append(threading.Thread(target=flashgen.reload))
+        threads[-1].start()
+        threads[-1].join(0.2)  # what is not held back is done by then
+        return found
+
+    monkeypatch.setattr(runs, "_prepared", prepared)
+    run(driver, make(PAGED))
+    threads[0].join()
+    assert (runs.MEMO, recent.RECENT, runs.OPEN) == ({}, {}, {})
+
+
+def test_reload_while_a_step_is_launched_forgets_it(driver: FakeDriver) -> None:
+    class Reloading(list[Launched]):
+        def append(self, one: Launched) -> None:
+            super().append(one)
+            flashgen.reload()
+
+    driver.launches = Reloading()
+    run(driver, make(PAGED))
+    assert (runs.MEMO, recent.RECENT, runs.OPEN) == ({}, {}, {})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,24 @@ def test_a_reload_forgets_passes_over_shared_keys(driver: FakeDriver, merges: li
     shared_launches(driver, make(case), make_prefix(case, (400, 90)))
     assert shared_keys._MEMO
     flashgen.reload()
+    assert not shared_keys._MEMO
+
+
+def test_a_reload_while_a_thread_plans_a_pass_forgets_it(
+    driver: FakeDriver, merges: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, threads = shared_keys.remember, list[threading.Thread]()
+
+    def remember(*given: Any) -> None:
+        threads.append(threading.Thread(target=flashgen.reload))
+        threads[-1].start()
+        threads[-1].join(0.2)  # what is not held back is done by then
+        real(*given)
+
+    monkeypatch.setattr(shared_keys, "remember", remember)
+    case = Case(lens=(300, 0, 64, 7))
+    shared_launches(driver, make(case), make_prefix(case, (400, 90)))
+    threads[0].join()
     assert not shared_keys._MEMO
 
 

@@ -193,18 +193,14 @@ def _launch(
     if served is None:
         EmptyPlan()(q, k, v, out, lse, features=features)
     else:
-        _run(served, kind, tensors, out, lse, keeps)
+        _run(served, tensors, out, lse, keeps)
+        if kind is not None:
+            served.remember(kind, tensors, out, lse)
+            if MEMO.get(key) is not served:  # forgotten while it was launched: nor may it be found sooner
+                RECENT.pop(kind, None)
 
 
-def _run(
-    served: Ready,
-    kind: Kind | None,
-    tensors: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    keeps: bool,
-) -> None:
-    """Launch, and let the next call like this one be found sooner."""
+def _run(served: Ready, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor | None, keeps: bool) -> None:
     written = (out,) if lse is None else (out, lse)
     pointers = tuple([one.data_ptr() for one in (*written, *tensors)])
     index = out.get_device()
@@ -213,8 +209,6 @@ def _run(
     else:
         with torch.cuda.device(index):
             served.launch(pointers, out, keeps)
-    if kind is not None:
-        served.remember(kind, tensors, out, lse)
 
 
 def _remembered(
@@ -225,14 +219,15 @@ def _remembered(
     config: Config | None,
     kind: Kind | None,
 ) -> Any:
-    served = MEMO.get(key, _UNKNOWN)
-    if served is _UNKNOWN:
-        launch = _prepared(call, tensors, out, config, kind)
-        served = None if launch is None else Ready(launch)
-        if len(MEMO) >= MEMO_LIMIT:
-            forget()
-        MEMO[key] = served
-    return served
+    with serve.LOCK:  # what `reload` forgets while this thread compiles would else be remembered behind it
+        served = MEMO.get(key, _UNKNOWN)
+        if served is _UNKNOWN:
+            launch = _prepared(call, tensors, out, config, kind)
+            served = None if launch is None else Ready(launch)
+            if len(MEMO) >= MEMO_LIMIT:
+                forget()
+            MEMO[key] = served
+        return served
 
 
 def forget() -> None:
@@ -269,7 +264,7 @@ def _prepared(
     def plan(other: CheckedDecode, config: Config | None = None) -> Launches:
         return opened(other, config, index, names)
 
-    with CollectionPaused(), serve.LOCK:
+    with CollectionPaused():
         try:
             launch = plan(checked, config)(checked.shape)
         except UnsupportedError:

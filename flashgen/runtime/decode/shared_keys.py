@@ -128,11 +128,11 @@ def attend_shared(call: DecodeCall, shared: SharedKeys, out: Tensor, lse: Tensor
     found = _MEMO.get(key)
     if found is None:
         index = serve.gpu_index(call.q)
-        with CollectionPaused(), serve.LOCK:
+        with CollectionPaused(), serve.LOCK:  # remembered within, as other steps are
             found = tuple(
                 (one, planned(one.checked, None, index) if one.room else None) for one in passes(call, shared, out)
             )
-        remember(_MEMO, key, found)
+            remember(_MEMO, key, found)
     for one, launch in found:
         if launch is None:
             out[one.run.sequences].zero_()
