@@ -44,6 +44,15 @@ def to_connect(url: sa.URL) -> sa.URL:
     return url.update_query_dict({**LIBPQ_OPTIONS, **url.query})
 
 
+def is_same_database(one: sa.URL, other: sa.URL) -> bool:
+    """Whether two URLs name the same database of a server alike, whoever connects, by whichever driver."""
+    first, second = (
+        (url.get_backend_name(), url.host, url.port, url.query.get("host"), url.query.get("port"), url.database)
+        for url in (one, other)
+    )
+    return first == second
+
+
 def without_secrets(url: sa.URL) -> str:
     """A URL as messages show it: without its password, and without its options, where drivers take passwords too."""
     return url.set(query={}).render_as_string(hide_password=True)

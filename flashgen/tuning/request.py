@@ -112,8 +112,9 @@ class Request:
             calls = read_calls(_path("from_calls", from_calls))
             found = by_share(calls, named or _device_at(index))
         file = settings().db_layers[0] if database is None else _path("database", database)
+        server = None if store is None else text("store", store, TuningError)
         if study is not None:
-            check_study(text("study", study, TuningError), (file, *settings().db_layers))
+            check_study(text("study", study, TuningError), (file, *settings().db_layers), server)
         if study is not None and named is not None:
             raise TuningError(f"a study keeps what is measured, and for a target nothing is, got {shown(target)}")
         if named is not None and options is not None and options.until is not None:
@@ -128,7 +129,7 @@ class Request:
             target=named,
             index=index,
             database=file,
-            server=None if store is None else text("store", store, TuningError),
+            server=server,
             budget=instance("budget", budget, Budget, TuningError),
             options=options or Options(lookahead=lookahead(here)),
             jobs=here,

@@ -10,7 +10,7 @@ from pathlib import Path
 from flashgen.core.errors import DatabaseError
 from flashgen.core.quoting import shown
 from flashgen.db.layout import APPLICATION_ID
-from flashgen.db.urls import parse_url, sqlite_file, without_secrets
+from flashgen.db.urls import is_same_database, parse_url, sqlite_file, without_secrets
 
 APPLICATION_AT, HEADER_BYTES = 68, 72
 """Where the header of an SQLite file says whose it is."""
@@ -19,18 +19,22 @@ MOST_LINE_BYTES = 2**16
 """Of the first line of a journal, which makes a study: its name has at most 512 characters."""
 
 
-def check_study(url: str, databases: Iterable[Path]) -> None:
+def check_study(url: str, databases: Iterable[Path], server: str | None = None) -> None:
     """Refuse a storage that would spoil a file of others, or keep nothing.
 
     Args:
         url: as `Studies.open` takes it.
         databases: tuning databases; one that is not there yet would be made by Optuna, and then be none.
+        server: the URL of the tuning database on a server, of which the same is true; None where there is none.
 
     Raises:
         DatabaseError: the URL cannot be parsed; or its storage is in memory, in no ordinary file, in a tuning
-            database, or in a file that is no journal where one is asked for.
+            database, or in a file that is no journal where one is asked for; or `server` cannot be parsed.
     """
     is_journal = "://" not in url
+    if server is not None and not is_journal and is_same_database(parse_url(url), parse_url(server)):
+        name = shown(without_secrets(parse_url(url)))
+        raise DatabaseError(f"a study has a database of its own, and {name} is that of trials and records")
     file = url if is_journal else sqlite_file(parse_url(url))
     if file is None or "\0" in file:  # a server, or what no file is called: what opens it says so
         return

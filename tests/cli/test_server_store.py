@@ -127,6 +127,20 @@ def test_an_integer_has_64_bits(store: ServerStore) -> None:
     assert store.made() == [(timed(MEASURED, 0.46), origin)]
 
 
+@pytest.mark.parametrize("has_tables", [False, True])
+def test_a_study_in_the_database_of_the_store_is_refused_and_spoils_nothing(
+    url: str, invoke: Invoke, has_tables: bool
+) -> None:
+    own = new_database(url, f"both_{has_tables}".lower())
+    if has_tables:
+        ServerStore.open(own).close()
+    result = invoke("tune", "--shape", CAUSAL.key, "--store", own, "--study", own)
+    assert result.exit_code == 2
+    assert "a study has a database of its own" in result.stderr
+    with ServerStore.open(own) as opened:
+        opened.put_trial(TRIAL)
+
+
 EXPORT = """
 import sys
 from flashgen.tuning.studies import export_studies

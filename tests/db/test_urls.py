@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from flashgen.db.urls import parse_url, sqlite_file, to_connect, without_secrets
+from flashgen.db.urls import is_same_database, parse_url, sqlite_file, to_connect, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,16 @@ def test_a_connection_to_postgresql_has_a_limit_and_utf8_where_its_url_says_noth
         assert said == {"host": "a", "connect_timeout": "3", "client_encoding": "utf8"}
     for url in ("postgresql+pg8000://me@db/x", "mysql+pymysql://me@db/x", "sqlite:///x.db"):
         assert to_connect(parse_url(url)) == parse_url(url)
+
+
+def test_a_database_is_the_same_for_whoever_connects_by_any_driver() -> None:
+    one = parse_url("postgresql+psycopg://tuner@db:5/flashgen?host=/run&connect_timeout=3")
+    assert is_same_database(one, parse_url("postgresql+psycopg2://me:secret@db:5/flashgen?host=/run"))
+    for other in (
+        "mysql://db:5/flashgen",
+        "postgresql://d:5/flashgen",
+        "postgresql://db/flashgen",
+        "postgresql://db:5/x",
+    ):
+        assert not is_same_database(one, parse_url(f"{other}?host=/run"))
+    assert not is_same_database(one, parse_url("postgresql://db:5/flashgen?host=/tmp"))
