@@ -15,7 +15,7 @@ import flashgen
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.score_tensors import broadcast_kind
 from flashgen.integrations import torch as door
-from flashgen.integrations.torch import sdpa_arguments
+from flashgen.integrations.torch import sdpa, sdpa_arguments
 from flashgen.runtime.ops import runs
 from tests.integrations.ops_on_cpu import ops_on_cpu
 
@@ -188,6 +188,24 @@ def test_the_whole_process() -> None:
     door.disable()
     assert F.scaled_dot_product_attention is own
     assert runs.scaled_dot_product_attention is own  # what a handed over call is served by
+
+
+def test_a_thread_that_disables_waits_for_one_that_enables(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, thread = F.scaled_dot_product_attention, threading.Thread(target=door.disable)
+
+    def bias_of_torch() -> Any:
+        thread.start()
+        thread.join(0.2)  # what is not held back is done by then
+        return real()
+
+    real = sdpa._bias_of_torch
+    monkeypatch.setattr(sdpa, "_bias_of_torch", bias_of_torch)
+    try:
+        assert door.enable().served == 0
+        thread.join()
+        assert F.scaled_dot_product_attention is own
+    finally:
+        door.disable()
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left(SQ, SK), causal_lower_right(SQ, SK)], ids=["upper", "lower"])

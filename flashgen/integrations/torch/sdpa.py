@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
@@ -122,6 +123,9 @@ class route_sdpa(TorchFunctionMode):
 
 _enabled: route_sdpa | None = None
 
+_ENABLING = threading.RLock()
+"""Around a change of torch, which has several parts."""
+
 
 def enable(*, strict: bool = False) -> Calls:
     """Serve `torch.nn.functional.scaled_dot_product_attention` by `flashgen.attention` in this process, in all threads.
@@ -137,25 +141,27 @@ def enable(*, strict: bool = False) -> Calls:
         What becomes of the calls.
     """
     global _enabled  # noqa: PLW0603 - it stands for a change of torch, which there is once in a process
-    if _enabled is None:
-        _enabled = route_sdpa()
-        CausalBias.__torch_function__ = _bias_of_torch()  # type: ignore[method-assign]
-        routed = _routed(_enabled)
-        _builtins._get_builtin_table()[id(routed)] = _builtins._find_builtin(TORCHS_OWN)  # for TorchScript
-        functional.scaled_dot_product_attention = routed
-    _enabled.strict = strict
-    return _enabled.calls
+    with _ENABLING:
+        if _enabled is None:
+            _enabled = route_sdpa()
+            CausalBias.__torch_function__ = _bias_of_torch()  # type: ignore[method-assign]
+            routed = _routed(_enabled)
+            _builtins._get_builtin_table()[id(routed)] = _builtins._find_builtin(TORCHS_OWN)  # for TorchScript
+            functional.scaled_dot_product_attention = routed
+        _enabled.strict = strict
+        return _enabled.calls
 
 
 def disable() -> None:
     """Undo `enable`; without it, nothing happens."""
     global _enabled  # noqa: PLW0603 - as above
-    if _enabled is None:
-        return
-    _builtins._get_builtin_table().pop(id(functional.scaled_dot_product_attention), None)
-    _enabled = None
-    functional.scaled_dot_product_attention = TORCHS_OWN
-    CausalBias.__torch_function__ = _BIAS  # type: ignore[method-assign]
+    with _ENABLING:
+        if _enabled is None:
+            return
+        _builtins._get_builtin_table().pop(id(functional.scaled_dot_product_attention), None)
+        _enabled = None
+        functional.scaled_dot_product_attention = TORCHS_OWN
+        CausalBias.__torch_function__ = _BIAS  # type: ignore[method-assign]
 
 
 def _attend(
