@@ -66,7 +66,7 @@ def as_group_allows(sizes: Sizes, heads: int) -> int:
     """So many heads or fewer, by which a group of packed sequences is divided without a rest.
 
     A box of TMA has no axis for the group there: a pack that reaches into the next one is right, but stores its output
-    by pointers. Groups of 7 in packs of 2, 4 and 8 took 1.2, 1.3 and 1.7 times as long as in tiles of one head.
+    by pointers. Groups of 7 in packs of 2, 4 and 8 took 1.2, 1.4 and 1.8 times as long as in tiles of one head.
     """
     group = sizes.nheads // sizes.nheads_k
     return next(n for n in reversed(PACKED_HEADS) if n <= heads and group % n == 0)

@@ -176,6 +176,23 @@ def test_a_record_says_whether_a_mixed_batch_is_split(ladder: Ladder) -> None:
     assert two(ladder).are_two, "that of the user comes first"
 
 
+def test_tiles_with_all_heads_of_a_group_make_it_one_launch(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_families(monkeypatch, FAMILIES)
+    many = replace(MIXED, batch=64)
+    assert "all heads that share keys" in two(ladder, many).why
+    assert not two(ladder, many).are_two
+    assert two(ladder, many, has_chunks=False).are_two, "steps of decoding alone"
+    for other in (
+        replace(many, batch=16),  # fewer tiles than SMs
+        replace(many, seqlen_k=8193, total_k=131072),
+        replace(many, nheads=28, nheads_k=4),  # in no packs
+        replace(many, nheads=128, nheads_k=8),  # half of a group in a tile
+        replace(many, nheads_k=32),
+        replace(many, total_q=64 * 1024 + 1, seqlen_q=4096, seqlen_k=4096),  # long prompts
+    ):
+        assert two(ladder, other).are_two, other.key
+
+
 def test_no_record_splits_what_no_decode_family_computes(ladder: Ladder) -> None:
     full = replace(MIXED, dtype="fp32")
     ladder.user(beside(1.0, full, config=default_config(full.specialization, H200)))

@@ -1,15 +1,17 @@
 """Which mixed batches are two launches: steps of decoding by a decode family, chunks of prompts by a forward family.
 
 A forward pass has a program for each head of a sequence of one query, with one row of a tile in use, and that program
-reads all keys of the sequence alone, once for every head of a group. A decode family reads them once for all heads of a
-group and shares them among all SMs, and costs two more kernels.
+reads all keys of the sequence alone, once for every head of a group, or once for all of them where tiles have heads side
+by side (`codegen.head_packing`). A decode family reads them once for all heads of a group and shares them among all SMs,
+and costs two more kernels.
 
 Which is faster a record says, where there is one: a search of a workload with the profile `mixed` over pages times two
 launches beside its winner, which takes one for all (`core.record.SPLIT`), and calls of the class of that workload have
 what was faster. Of several records the one of the first layer counts. Without a record it is a rule: two launches are
 worth it from some keys on, `APART_KEYS`, below which a program reads its keys in about the time of the other kernels.
 That figure is an estimate from the parts of the rule for few queries (`flashgen.runtime.lookup.few_queries`), not a
-measurement of mixed batches.
+measurement of mixed batches. Tiles with all heads of a group, of enough sequences for all SMs, took 0.96 of the time of
+two launches with up to 1024 keys on an H200, and 0.95 with up to 8192: there it is one launch up to `TOGETHER_KEYS`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from flashgen.core.lengths import MIXED
 from flashgen.core.record import SPLIT, TuningRecord
 from flashgen.core.workload import DECODE, Specialization, Workload
 from flashgen.runtime.lookup.few_queries import FEW
-from flashgen.runtime.lookup.packed_ladder import PackedSizes
+from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 from flashgen.runtime.lookup.records import Records
 
 APART_KEYS = FEW.keys
 """Keys that a sequence has room for from which on steps of decoding get launches of their own without a record."""
+
+TOGETHER_KEYS = 8192
+"""The most keys with which one launch was the faster one where tiles have all heads of a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,8 @@ def launches(
         return _as_measured(record)
     left, keys = workload.window_left, workload.seqlen_k
     keys = keys if left is None else min(keys, left + 1)
+    if has_chunks and APART_KEYS <= keys <= TOGETHER_KEYS and _reads_keys_once(workload, spec, device, records):
+        return Launches(are_two=False, why=f"tiles have all heads that share keys, of which {keys} are not too many")
     if keys < APART_KEYS:
         return Launches(are_two=False, why=f"{keys} keys are fewer than {APART_KEYS}, and nothing was measured")
     return Launches(are_two=True, why=f"{keys} keys are {APART_KEYS} or more, and nothing was measured")
@@ -73,6 +80,15 @@ def why_not_decoded(spec: Specialization, device: Device) -> str | None:
     step = replace(spec, direction=DECODE, varlen=False, deterministic=False)
     found = reasons(step, device)
     return None if None in found.values() else "; ".join(f"{name}: {reason}" for name, reason in found.items())
+
+
+def _reads_keys_once(workload: Workload, spec: Specialization, device: Device, records: Records) -> bool:
+    """Whether the tiles that serve have all heads of a group, and there are tiles for all SMs in steps of decoding."""
+    group, packs = workload.nheads // workload.nheads_k, workload.batch * workload.nheads_k
+    if group == 1 or packs < device.num_sms:
+        return False
+    config = served_packed(spec, PackedSizes.of(workload), device, records).config
+    return config.get("packed_heads", 1) == group
 
 
 def _measured(sizes: PackedSizes, spec: Specialization, device: Device, records: Records) -> TuningRecord | None:
