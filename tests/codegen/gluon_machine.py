@@ -130,6 +130,13 @@ class Descriptor:
                 found.append((slice(before + rows.start, before + rows.stop), columns, memory))
         return found
 
+    def store(self, place: Sequence[Any], tile: Shared) -> None:
+        """What there is of the box at `place` gets the values of a tile."""
+        box = tile.tensor.view(-1, self.block[-1])
+        assert len(box) == self.heads * self.block[-2]
+        for rows, columns, memory in self.parts(place):
+            memory.copy_(box[rows, columns])
+
     @property
     def heads(self) -> int:
         """Of a box; its other axes have size 1 but for rows and columns."""
@@ -220,10 +227,7 @@ def _copy_in(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, til
 
 
 def _copy_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
-    box = tile.tensor.view(-1, descriptor.block[-1])
-    assert len(box) == descriptor.heads * descriptor.block[-2]
-    for rows, columns, memory in descriptor.parts(place):
-        memory.copy_(box[rows, columns])
+    descriptor.store(place, tile)
 
 
 _ADDING = threading.Lock()

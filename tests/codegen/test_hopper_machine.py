@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from flashgen.core.device import find_device
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import block_of, is_descriptor
 from tests import paging
-from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of, key_places, storage
+from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, Shared, kernel_of, key_places, storage
 from tests.packing import Case, Packed, assert_right, checked, make, oracle
 from tests.paging import Paged
 from tests.tiers import first, only
@@ -76,8 +76,11 @@ def launched(
     programs: int,
     products: list[int] | None = None,
     splits: int = 1,
+    stores: list[tuple[int, int]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE, as so many CTAs compute them; `products` gets the rows of each product.
+
+    `stores` gets the first head and the heads of each box that TMA stores.
 
     What CTAs that share keys leave, of which there are `splits` for a tile, is merged in float64.
     """
@@ -150,6 +153,13 @@ def launched(
             **instead,
             "warpgroup_mma": lambda a, *rest, **flags: (products.append(1), multiply(a, *rest, **flags))[1],
         }
+    if stores is not None:
+
+        def copy_out(box: Descriptor, place: Sequence[Any], tile: Shared) -> None:
+            stores.append((int(place[-3]), box.heads))
+            box.store(place, tile)
+
+        instead = {**instead, "copy_out": copy_out}
     machine.run(kernel_of(render(spec, config).text, HOPPER_FORWARD.id, machine, **instead), arguments)
     assert int(counter) == 0
     if splits == 1:
@@ -245,7 +255,10 @@ def test_what_a_function_hides_of_packed_sequences_may_hold_nan() -> None:
 
 
 @pytest.mark.parametrize("splits", first(1, [2, 5]))
-@pytest.mark.parametrize("name", only(["full", "causal", "used", "computed again"], "causal", "computed again"))
+@pytest.mark.parametrize(
+    "name",
+    only(["full", "causal", "used", "computed again", "fewer than a pack, in parts"], "causal", "computed again"),
+)
 def test_ctas_that_share_the_keys_of_a_tile_are_right(name: str, splits: int) -> None:
     """Five of them are more than most tiles have blocks of keys."""
     case, changes = CASES[name]
@@ -254,6 +267,16 @@ def test_ctas_that_share_the_keys_of_a_tile_are_right(name: str, splits: int) ->
         packed.q.mul_(60.0)
     out, lse = launched(packed, changes | {"split_keys": True}, programs=3, splits=splits)
     assert_right(packed, out, lse)
+
+
+@pytest.mark.parametrize("name", ["heads side by side", "a pack and a half of them", "fewer than a pack, in parts"])
+def test_no_box_has_output_of_two_groups(name: str) -> None:
+    """The tile of the other group would be overwritten, or not, by whoever is later."""
+    case, changes = CASES[name]
+    stores, group = list[tuple[int, int]](), case.nheads // case.nheads_k
+    launched(make(case), changes, programs=2, stores=stores)
+    assert all(head // group == (head + heads - 1) // group for head, heads in stores)
+    assert bool(stores) is (changes["packed_heads"] <= group)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("changes", first(1, [PLAIN, SETTLES]), ids=["running", "row_sums"])

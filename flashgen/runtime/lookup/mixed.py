@@ -1,9 +1,9 @@
 """Which mixed batches are two launches: steps of decoding by a decode family, chunks of prompts by a forward family.
 
 A forward pass has a program for each head of a sequence of one query, with one row of a tile in use, and that program
-reads all keys of the sequence alone, once for every head of a group, or once for all of them where tiles have heads side
-by side (`codegen.head_packing`). A decode family reads them once for all heads of a group and shares them among all SMs,
-and costs two more kernels.
+reads all keys of the sequence alone, once for every head of a group, or for all of them where tiles have heads side by
+side (`codegen.head_packing`). A decode family reads them once for all heads of a group, shares them among all SMs, and
+costs two more kernels.
 
 Which is faster a record says, where there is one: a search of a workload with the profile `mixed` over pages times two
 launches beside its winner, which takes one for all (`core.record.SPLIT`), and calls of the class of that workload have
