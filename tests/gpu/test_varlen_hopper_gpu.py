@@ -38,6 +38,7 @@ pytestmark = [
     ),
 ]
 
+TILE = ("warpgroups", "block_n", "blocks_per_sm", "split_keys")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dims": ((128, 128), (64, 64), (96, 80), (192, 128), (256, 256)),
     "dtype": (BF16, torch.float16),
@@ -79,9 +80,15 @@ def test_every_tile_that_sizes_may_choose_is_right(head_dim: int, causal: bool, 
     spec = Specialization.parse(f"fwd-{dtype}-d{head_dim}{'-causal' if causal else ''}-varlen")
     usual = HOPPER_FORWARD.default(spec, current_device())
     lengths = (700, 0, 1, 64, 65, 2000, 300)
-    heads: dict[str, Any] = {"nheads": 3, "nheads_k": 3, "head_dim": head_dim}
+    heads: dict[str, Any] = {"nheads": 4, "nheads_k": 1, "head_dim": head_dim}
     case = Case(queries=lengths, dtype=TORCH_DTYPES[dtype], options={"causal": causal}, **heads)
-    for config in (usual, *beside(usual, spec, current_device())):
+    every = (usual, *beside(usual, spec, current_device()))
+    # orders and shares of heads side by side are those of one head: a config of each tile stands for all of these
+    alone = [config for config in every if config["packed_heads"] == 1]
+    packed_tiles = {
+        tuple(config[name] for name in TILE): config for config in every if config["packed_heads"] in (2, 4)
+    }
+    for config in (*alone, *packed_tiles.values()):
         served_by(**dict(config.knobs))
         out, lse = run(packed := make(case, "cuda"), return_lse=True)
         assert_right(packed, out, lse)
