@@ -162,9 +162,10 @@ def test_what_is_packed_is_near_the_best_of_races() -> None:
         case = PackedSizes.of(workload).largest.packed
         config = families.balanced(HOPPER_FORWARD.default(spec, H200), spec, case, H200)
         tile = [config.integer(name) for name in ("warpgroups", "block_n", "blocks_per_sm", "packed_heads")]
-        chosen.append(found[tuple(tile)] / best)
+        if tuple(tile) in found:  # not the one of heads that cannot be packed
+            chosen.append(found[tuple(tile)] / best)
         alone.append(min(time for each, time in found.items() if each[-1] == 1) / best)
-    assert len(races) == 12
+    assert (len(races), len(chosen)) == (12, 11)
     assert statistics.geometric_mean(chosen) < 1.006
     assert max(chosen) < 1.04
     assert statistics.geometric_mean(alone) > 1.09

@@ -206,7 +206,8 @@ def packed_searches() -> list[tuple[Workload, tuple[str, ...], dict[tuple[int, i
         times: dict[tuple[int, int], float] = {}
         profiles: tuple[str, ...] = ()
         for trial in log.trials:
-            if isinstance(trial.outcome, Measurement) and trial.config.family == "hopper_forward":
+            is_alone = trial.config.get("packed_heads", 1) == 1  # others are chosen by races of their own
+            if isinstance(trial.outcome, Measurement) and trial.config.family == "hopper_forward" and is_alone:
                 each = (("same", trial.outcome.times_ms), *trial.outcome.profile_times_ms)
                 profiles = tuple(profile for profile, _ in each)
                 mean = statistics.geometric_mean(min(windows) for _, windows in each)

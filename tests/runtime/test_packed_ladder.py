@@ -107,6 +107,27 @@ def test_functions_are_served_by_what_is_near(ladder: Ladder) -> None:
     assert (served.rung, served.config) == (5, config(1))
 
 
+def test_a_record_serves_with_the_heads_in_a_tile_that_sizes_ask_for(ladder: Ladder) -> None:
+    """Of one head or of several: neither is a reason to pass it over."""
+    grouped = Workload.parse("b64-h32-hk8-tq16384-s2048-d128-causal-varlen")
+    spec = grouped.specialization
+    alone = default_config(spec, H200)
+    for heads in (1, 4):
+        record = tuned(grouped, config=alone.replace(packed_heads=heads))
+        ladder.user(record)
+        for sizes, expected in (
+            (PackedSizes(64, 32, 8, 512, 8, 2048), 4),
+            (PackedSizes(64, 32, 32, 4096, 64, 64), 1),
+            (PackedSizes(64, 28, 4, 16384, 2048, 2048), 1),
+            (PackedSizes(4, 32, 8, 32768, 8192, 8192), 1),
+        ):
+            served = served_packed(spec, sizes, H200, ladder.records())
+            assert (served.rung, served.record) == (5, record)
+            assert served.config["packed_heads"] == expected
+        exact = served_packed(spec, PackedSizes.of(grouped), H200, ladder.records())
+        assert (exact.rung, exact.config) == (3, record.config), "what was measured stays"
+
+
 def test_what_must_not_depend_on_the_batch_has_the_default(ladder: Ladder) -> None:
     ladder.user(tuned(stages=1))
     records = ladder.records()

@@ -50,13 +50,6 @@ PACKED_MARGIN = 0.05
 PACKED_SHAPES = 2
 """Ramps of lengths that a tile of packed sequences is chosen by."""
 
-SMALL_WITH_HEADS = {(128, True): 0.75}
-"""What the time of a tile of one warpgroup counts times where heads are side by side, by head dimension and mask.
-
-On an H200 it was the best one for five of eight batches of causal sequences, of 32 to 1024 tokens in the mean, and the
-estimate alone chose it for none: 1.05 of the best tile's time in the mean, and 1.006 with this factor.
-"""
-
 QUANTILES = 8
 """Lengths that stand for those of all packed sequences."""
 
@@ -84,11 +77,11 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device,
         times = [_packed_time(tile, sizes, sms, causal=causal, packed_heads=packed_heads) for tile in tiles]
     else:
         times = [tile.time(sizes, sms, causal=causal) for tile in tiles]
+    own_factors, factors = _factors(spec)
     if packed_heads > 1:
         # of which the record says nothing, so that no tile has a margin
-        asked = [time * _heads_factor(spec, tile) for time, tile in zip(times, tiles, strict=True)]
+        asked = [time * factor for time, factor in zip(times, own_factors, strict=True)]
         return with_tile(spec, config, tiles[asked.index(min(asked))], device)
-    own_factors, factors = _factors(spec)
     asked = [time * factor for time, factor in zip(times, factors, strict=True)]
     asked[own] = times[own] * own_factors[own]
     sustained = SUSTAINED.get((spec.head_dim, causal), ())
@@ -127,12 +120,6 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
     return tuple(other for other in found if other != config)
 
 
-def _heads_factor(spec: Specialization, tile: Tile) -> float:
-    """What the estimate of a tile counts times where heads are side by side."""
-    is_small = tile.warpgroups == 1
-    return (SMALL_WITH_HEADS.get((spec.head_dim, spec.causal), 1.0) if is_small else 1.0) ** PACKED_SHAPES
-
-
 def _packed_time(tile: Tile, sizes: Sizes, sms: int, *, causal: bool, packed_heads: int) -> float:
     """The product of what two ramps of lengths take: up to the bound of their class, and up to three quarters of it.
 
@@ -141,7 +128,7 @@ def _packed_time(tile: Tile, sizes: Sizes, sms: int, *, causal: bool, packed_hea
     some, longest, found = min(sizes.sequences, QUANTILES), max(1, sizes.max_seqlen_q), 1.0
     for bound in (longest, max(1, 3 * longest // 4)):
         lengths = _ramp(some, bound, sizes.seqlen_q // sizes.sequences, sizes.max_seqlen_k / longest)
-        if len(set(lengths)) == 1:
+        if len(set(lengths)) == 1 and packed_heads == 1:
             alike = sizes._replace(batch=sizes.sequences, seqlen_q=lengths[0][0], seqlen_k=lengths[0][1])
             found *= tile.time(alike, sms, causal=causal)
         else:
@@ -180,9 +167,10 @@ def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]
     def asked(tile: Tile, margin: float) -> float:
         return ((loads if tile.warpgroups == 1 else 1.0) / (1 - margin)) ** shapes
 
+    margins = [0.0 if spec.varlen else tile.margin for tile in tiles]
     return (
-        tuple(asked(tile, tile.margin) for tile in tiles),
-        tuple(asked(tile, max(tile.margin, least)) for tile in tiles),
+        tuple(map(asked, tiles, margins)),
+        tuple(asked(tile, max(margin, least)) for tile, margin in zip(tiles, margins, strict=True)),
     )
 
 

@@ -179,7 +179,8 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
         candidate = reason = None
         for candidate in candidates:
             reason = candidate.reason
-            if reason is None and rung > LAST_EXACT:
+            if reason is None and rung > LAST_EXACT and spec.direction == "backward":
+                # a forward pass gets the heads in a tile that its sizes ask for
                 reason = candidate.why_poor(dense)
             if reason is None:
                 record, skipped, config = candidate.record, tuple(skipped_rungs), candidate.config
