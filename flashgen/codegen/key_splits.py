@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
-from flashgen.codegen.common_sequences import of_class, query_blocks
+from flashgen.codegen.common_sequences import of_class
 from flashgen.codegen.family import CompileOptions, KernelSpec, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import power_of_two
 from flashgen.core.alignment import ALIGNMENT_BYTES
@@ -87,7 +87,7 @@ def best_splits(
             return 1
         sizes = of_class(sizes)
         queries, keys = sizes.max_seqlen_q, sizes.max_seqlen_k
-        tiles = query_blocks(sizes, rows // packed_heads) * head_packing.packs(sizes, packed_heads)
+        tiles = head_packing.tiles_of_sequences(sizes, rows, packed_heads)
     else:
         queries, keys = sizes.seqlen_q, sizes.seqlen_k
         tiles = head_packing.tiles(sizes, rows, packed_heads)

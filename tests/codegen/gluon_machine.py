@@ -130,10 +130,15 @@ class Descriptor:
                 found.append((slice(before + rows.start, before + rows.stop), columns, memory))
         return found
 
+    def box(self, tile: Shared) -> torch.Tensor:
+        """The rows and columns of a tile that is as large as a box."""
+        found = tile.tensor.view(-1, self.block[-1])
+        assert len(found) == self.heads * self.block[-2]
+        return found
+
     def store(self, place: Sequence[Any], tile: Shared) -> None:
         """What there is of the box at `place` gets the values of a tile."""
-        box = tile.tensor.view(-1, self.block[-1])
-        assert len(box) == self.heads * self.block[-2]
+        box = self.box(tile)
         for rows, columns, memory in self.parts(place):
             memory.copy_(box[rows, columns])
 
@@ -218,16 +223,11 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def _copy_in(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, tile: Shared) -> None:
-    box = tile.tensor.view(-1, descriptor.block[-1])
-    assert len(box) == descriptor.heads * descriptor.block[-2]
+    box = descriptor.box(tile)
     box.zero_()
     for rows, columns, memory in descriptor.parts(place):
         box[rows, columns] = memory
     barrier.take(0, -descriptor.block_type.nbytes)
-
-
-def _copy_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
-    descriptor.store(place, tile)
 
 
 _ADDING = threading.Lock()
@@ -391,7 +391,7 @@ class Machine:
         )
         nothing = SimpleNamespace(barrier=lambda: None)
         jit = SimpleNamespace(jit=lambda f=None, **_: f if f is not None else (lambda g: g))
-        tma = {"async_load": _copy_in, "async_store": _copy_out, "async_atomic_add": _add_out}
+        tma = {"async_load": _copy_in, "async_store": Descriptor.store, "async_atomic_add": _add_out}
         return {
             "gl": SimpleNamespace(**vars(gl), **vars(nothing)),
             "tl": SimpleNamespace(**vars(gl), range=range, extra=_EXTRA),

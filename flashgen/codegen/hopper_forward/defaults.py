@@ -24,6 +24,7 @@ from flashgen.codegen.hopper_forward.seed_configs import (
     SPLIT_HEADS,
     Changes,
 )
+from flashgen.codegen.hopper_forward.tile_order import LARGE_GROUP
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -80,9 +81,6 @@ USUAL: Changes = {
     TANH.name: EXACT,
 }
 
-
-LARGEST_GROUP = 32
-"""Heads of a group, but for all of them."""
 
 PROMPT_HEADS = 4
 """That a search of packed sequences meets first: those of Llama-3 that share keys, and half of many other groups."""
@@ -202,23 +200,29 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     heads = head_packing.packing(sizes, resources.tile_rows(config))
     if heads == resources.packed_heads(config):
         return config
-    found = _tidy(spec, config.replace(packed_heads=heads), device)
-    return found if rules.invalid(spec, found, device) is None else config
+    return _changed(spec, config, device, packed_heads=heads)
 
 
-@functools.lru_cache(maxsize=256)
 def with_heads(spec: Specialization, config: Config, heads: int, device: Device) -> Config:
     """`config` for packed sequences with so many heads in a tile, and about as many of all in a group.
 
     As it is where that is not valid.
     """
-    own = resources.packed_heads(config)
-    if heads == own:
-        return config
+    # a new length asks for the number that there is
+    return config if heads == resources.packed_heads(config) else _with_other_heads(spec, config, heads, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_other_heads(spec: Specialization, config: Config, heads: int, device: Device) -> Config:
     group = config.integer("heads_per_group")
     if group not in (1, ALL_HEADS):
-        group = min(max(2, group * own // heads), LARGEST_GROUP)
-    found = _tidy(spec, config.replace(packed_heads=heads, heads_per_group=group), device)
+        group = min(max(2, group * resources.packed_heads(config) // heads), LARGE_GROUP)
+    return _changed(spec, config, device, packed_heads=heads, heads_per_group=group)
+
+
+def _changed(spec: Specialization, config: Config, device: Device, **changes: int) -> Config:
+    """`config` with other values, and tidy; as it is where that is not valid."""
+    found = _tidy(spec, config.replace(**changes), device)
     return found if rules.invalid(spec, found, device) is None else config
 
 

@@ -47,7 +47,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
 
 
 def _filled(spec: Specialization, tile: Config, sizes: Sizes, device: Device, heads: int) -> Config:
-    return _shared(spec, defaults.with_heads(spec, tile, heads, device) if spec.varlen else tile, sizes, device)
+    return _shared(spec, defaults.with_heads(spec, tile, heads, device), sizes, device)
 
 
 def _with_any_heads(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:

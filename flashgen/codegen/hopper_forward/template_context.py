@@ -10,7 +10,6 @@ from flashgen.codegen.common_sequences import (
     SEQUENCE_FLAGS,
     SEQUENCE_POINTERS,
     SEQUENCE_SIZES,
-    query_blocks,
     sequence_parameters,
     table_strides,
 )
@@ -306,7 +305,7 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
 
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
-            tiles = query_blocks(sizes, rows // packed_heads) * head_packing.packs(sizes, packed_heads)
+            tiles = head_packing.tiles_of_sequences(sizes, rows, packed_heads)
         else:
             # the first block of a head begins up to a block before its first row, which takes one block more
             queries = sizes.seqlen_q + rows - 1 if aligned else sizes.seqlen_q

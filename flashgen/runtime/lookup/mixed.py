@@ -61,12 +61,13 @@ def launches(
     reason = why_not_decoded(spec, device)
     if reason is not None:
         return Launches(are_two=False, why=reason)
-    record = _measured(PackedSizes.of(workload), spec, device, records) if has_chunks else None
+    sizes = PackedSizes.of(workload)
+    record = _measured(sizes, spec, device, records) if has_chunks else None
     if record is not None:
         return _as_measured(record)
     left, keys = workload.window_left, workload.seqlen_k
     keys = keys if left is None else min(keys, left + 1)
-    if has_chunks and APART_KEYS <= keys <= TOGETHER_KEYS and _reads_keys_once(workload, spec, device, records):
+    if has_chunks and APART_KEYS <= keys <= TOGETHER_KEYS and _reads_keys_once(sizes, spec, device, records):
         return Launches(are_two=False, why=f"tiles have all heads that share keys, of which {keys} are not too many")
     if keys < APART_KEYS:
         return Launches(are_two=False, why=f"{keys} keys are fewer than {APART_KEYS}, and nothing was measured")
@@ -82,12 +83,12 @@ def why_not_decoded(spec: Specialization, device: Device) -> str | None:
     return None if None in found.values() else "; ".join(f"{name}: {reason}" for name, reason in found.items())
 
 
-def _reads_keys_once(workload: Workload, spec: Specialization, device: Device, records: Records) -> bool:
+def _reads_keys_once(sizes: PackedSizes, spec: Specialization, device: Device, records: Records) -> bool:
     """Whether the tiles that serve have all heads of a group, and there are tiles for all SMs in steps of decoding."""
-    group, packs = workload.nheads // workload.nheads_k, workload.batch * workload.nheads_k
+    group, packs = sizes.nheads // sizes.nheads_k, sizes.batch * sizes.nheads_k
     if group == 1 or packs < device.num_sms:
         return False
-    config = served_packed(spec, PackedSizes.of(workload), device, records).config
+    config = served_packed(spec, sizes, device, records).config
     return config.get("packed_heads", 1) == group
 
 
