@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import POINTER, Structure, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 from flashgen.core.errors import LaunchError
@@ -56,6 +57,10 @@ PROGRAMMATIC_ATTRIBUTE = ctypes.addressof(_PROGRAMMATIC)
 """The address of that attribute, the only one of a `LaunchConfig` that has one."""
 
 
+pointer_to = c_void_p.from_param
+"""What ctypes makes of an address that it is to give as it is."""
+
+
 @functools.cache
 def library() -> Any:
     """The CUDA driver of this machine.
@@ -83,7 +88,6 @@ def launch_function() -> Any:
 
 def launch_arguments(config: int, function: int, parameters: int) -> tuple[Any, ...]:
     """The arguments of a launch: addresses of its configuration and of those of its parameters, and a kernel."""
-    pointer_to = c_void_p.from_param
     return pointer_to(config), pointer_to(function), pointer_to(parameters), None
 
 
@@ -188,7 +192,7 @@ class Encoding:
         self._kind = TENSOR_MAP_DTYPES[dtype]
         self._boxes = (c_uint32 * (2 * rank))(*box[::-1], *[1] * rank)
         boxes = ctypes.addressof(self._boxes)
-        self._box, self._steps = c_void_p.from_param(boxes), c_void_p.from_param(boxes + 4 * rank)
+        self._box, self._steps = pointer_to(boxes), pointer_to(boxes + 4 * rank)
         # without `argtypes`, which would look at each of 12 arguments: what is no address is an int or an enum
         self._encode = library()["cuTensorMapEncodeTiled"]
 
@@ -200,7 +204,7 @@ class Encoding:
         Raises:
             LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
         """
-        rank, pointer_to = self.rank, c_void_p.from_param
+        rank = self.rank
         code = self._encode(
             pointer_to(address),
             self._kind,
@@ -222,6 +226,25 @@ class Encoding:
             check(code, f"describe a {self._dtype} tensor of shape {shape}, strides {strides}, box {box}")
 
 
+@dataclass(frozen=True, slots=True)
+class MapPlace:
+    """Where the descriptors of one tensor of a plan lie, whatever the sizes; bytes are counted from its memory's start.
+
+    Attributes:
+        encoding: what the driver is told of them but the sizes.
+        sizes: bytes before those, see `Encoding.encode`.
+        room: bytes before the first descriptor, or up to `TENSOR_MAP_ALIGNMENT` more than that.
+        entry: the word that holds the address of a descriptor.
+        pointer: the word of the tensor's own address, where a kernel reads that as well.
+    """
+
+    encoding: Encoding
+    sizes: int
+    room: int
+    entry: int
+    pointer: int | None
+
+
 class TensorMaps:
     """The descriptors (CUtensorMap) of one tensor for TMA, one for each of its last pointers.
 
@@ -229,20 +252,19 @@ class TensorMaps:
     copies of it with another address, and a pointer that was seen lately costs no call of the driver at all.
     """
 
-    __slots__ = ("_buffers", "_encoding", "_entry", "_sizes", "_spare", "_words", "known")
+    __slots__ = ("_buffers", "_first", "_place", "_start", "_words", "known")
 
-    def __init__(self, encoding: Encoding, sizes: int, room: int, words: Any = None, entry: int = 0) -> None:
-        """Describe a tensor; what lies at the two addresses is kept by whoever holds this object.
+    def __init__(self, place: MapPlace, start: int, words: Any) -> None:
+        """Describe a tensor.
 
         Args:
-            encoding: what does not depend on sizes.
-            sizes: the address of the tensor's sizes, see `Encoding.encode`.
-            room: an address for the first descriptor.
-            words: of a plan, for `point_to`.
-            entry: the word of these that holds the address of a descriptor.
+            place: where everything lies.
+            start: the address of a plan's memory, which is kept by whoever holds this object.
+            words: that memory.
         """
-        self._encoding, self._sizes, self._spare, self._words, self._entry = encoding, sizes, room, words, entry
+        self._place, self._start, self._words = place, start, words
         self._buffers: tuple[Any, ...] = ()
+        self._first = 0  # the pointer of the first descriptor, which is not `known` until there is another one
         self.known: dict[int, int] = {}
 
     def at(self, pointer: int) -> int:
@@ -259,7 +281,17 @@ class TensorMaps:
         Raises:
             LaunchError: likewise.
         """
-        self._words[self._entry] = self.known.get(pointer) or self.describe(pointer)
+        self._words[self._place.entry] = self.known.get(pointer) or self.describe(pointer)
+
+    def point_both_to(self, pointer: int) -> None:
+        """And the word of the tensor's own address.
+
+        Raises:
+            LaunchError: likewise.
+        """
+        words, place = self._words, self._place
+        words[place.entry] = self.known.get(pointer) or self.describe(pointer)
+        words[place.pointer] = pointer
 
     def describe(self, pointer: int) -> int:
         """The same for a pointer that is not `known`.
@@ -267,29 +299,35 @@ class TensorMaps:
         Raises:
             LaunchError: likewise.
         """
-        if not self.known:
-            address = self._spare
-            self._encoding.encode(address, pointer, self._sizes)
+        first, known, place = self._first, self.known, self._place
+        if not known:
+            room = self._start + place.room
+            room += -room % TENSOR_MAP_ALIGNMENT
+            if not first:
+                place.encoding.encode(room, pointer, self._start + place.sizes)
+                self._first = pointer
+                return room
+            known[first] = room  # no sooner: at a new length most tensors have one pointer for a while
+            if pointer == first:
+                return room
+        pattern = next(iter(known.values()))
+        is_full = len(known) >= TENSOR_MAPS_KEPT
+        address, buffer = (pattern, None) if is_full else _copy_of(pattern)
+        code = library().cuTensorMapReplaceAddress(address, pointer)
+        if code:
+            check(code, f"describe a tensor at {pointer:#x}")
+        if is_full:
+            del known[next(iter(known))]
         else:
-            first, pattern = next(iter(self.known.items()))
-            is_full = len(self.known) >= TENSOR_MAPS_KEPT
-            address = pattern if is_full else self._room()
-            if not is_full:
-                ctypes.memmove(address, pattern, TENSOR_MAP_BYTES)
-            code = library().cuTensorMapReplaceAddress(address, pointer)
-            if code:
-                check(code, f"describe a tensor at {pointer:#x}")
-            if is_full:
-                del self.known[first]
-        self._spare = 0
-        self.known[pointer] = address
+            self._buffers = (*self._buffers, buffer)
+        known[pointer] = address
         return address
 
-    def _room(self) -> int:
-        """An address for one more descriptor, kept as long as this object."""
-        if not self._spare:
-            buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-            self._buffers = (*self._buffers, buffer)
-            start = ctypes.addressof(buffer)
-            self._spare = start + -start % TENSOR_MAP_ALIGNMENT
-        return self._spare
+
+def _copy_of(pattern: int) -> tuple[int, Any]:
+    """The address of a copy of a descriptor, and what keeps it."""
+    buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+    address = ctypes.addressof(buffer)
+    address += -address % TENSOR_MAP_ALIGNMENT
+    ctypes.memmove(address, pattern, TENSOR_MAP_BYTES)
+    return address, buffer

@@ -31,7 +31,6 @@ from flashgen.launch.driver_writers import (
     stream_setter,
 )
 from flashgen.launch.feature_arguments import NO_FEATURES
-from flashgen.launch.geometry import offset_range
 
 
 def launcher(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., Any]]:
@@ -46,7 +45,7 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     word_rows, write_scales = layout.places["lse_rows"], scales_writer(layout)
     index, only_device = plan.device_index, torch.cuda.device_count() == 1
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
-    has_scratch, is_far = bool(binding.scratch.pieces), binding.is_far
+    has_scratch, has_features = bool(binding.scratch.pieces), plan.has_features
     describer_q, describer_k = plan.describer("q", "Q"), plan.describer("k", "K")
     describer_v, describer_o = plan.describer("v", "V"), plan.describer("o", "O")
     launch_kernel, (offset_of, write_offset) = driver.launch_function(), offset_writer(plan)
@@ -54,18 +53,18 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def at_sizes(sized: SizedPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
-        memory, geometry = sized.memory, sized.geometry
+        # what the launch below has of its own is little: each variable is 40 bytes that nothing has touched before
+        memory, tensors = sized.memory, sized.geometry.tensors
         words, calls = memory.words, plan.calls(memory)
         describe_q, describe_k = describer_q and describer_q(memory), describer_k and describer_k(memory)
         describe_v, describe_o = describer_v and describer_v(memory), describer_o and describer_o(memory)
-        rows, lock, (config, function, parameters, _) = geometry.q_shape[2], threading.Lock(), calls[0]
+        rows, keys, lock, call = tensors["q"][0][2], tensors["k"][0][2], threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
         new_scratch = scratch_maker(plan, sized) if has_scratch else None
-        write_features = plan.features_writer(sized)
+        write_features = plan.features_writer(sized) if has_features else None
         default_offset = None if takes_tensor else sized.q_offset
-        low, high = offset_range(geometry, is_far=is_far)
         last_q = last_k = last_v = last_o = last_rows = 0
-        last_scale, last_stream = default_scale, -1
+        last_scale, last_stream = default_scale, memory.stream
         last_offset: int | None = default_offset or 0
 
         def launch(  # noqa: C901, PLR0912, PLR0915 - one branch a parameter, and no call for what did not change
@@ -84,7 +83,7 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
                     return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
             new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
             scale = default_scale if softmax_scale is None else softmax_scale
-            offset = default_offset if q_offset is None else offset_of(q_offset, low, high)
+            offset = default_offset if q_offset is None else offset_of(q_offset, rows, keys)
             try:
                 with lock:
                     if new_q != last_q:
@@ -128,12 +127,12 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
                     is_captured = is_capturing is not None and is_capturing()
                     if stream != last_stream or is_captured:
                         last_stream = -1  # where a counter is refused, the next launch writes all of this again
-                        held = set_stream(words, stream)  # noqa: F841 - until the kernels are launched
+                        held = set_stream(words, stream, is_captured)  # noqa: F841 - until the kernels are launched
                         if not is_captured:
                             last_stream = stream
                     if new_scratch is not None:
                         scratch = new_scratch(q)  # noqa: F841 - likewise
-                    code = run(config, function, parameters, None)
+                    code = run(*call)
             except LaunchError:
                 if not adopt():
                     raise
@@ -141,7 +140,7 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
             if code == 0:
                 return None
             if not adopt():
-                fail(code // FAILED, code % FAILED, memory)
+                fail(code // FAILED, code % FAILED, words)
             return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
 
         return launch
@@ -155,7 +154,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
     launch_kernel, pointers_at = driver.launch_function(), pointers_writer(plan)
     offset_of, write_offset = offset_writer(plan)
-    takes_tensor, is_far, empty = binding.spec.offset_tensor, binding.is_far, empty_on_current()
+    takes_tensor, empty = binding.spec.offset_tensor, empty_on_current()
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def at_sizes(sized: SizedPlan) -> Callable[..., torch.Tensor]:  # noqa: C901
@@ -165,9 +164,9 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
         write_features = plan.features_writer(sized)
         default_offset = None if takes_tensor else sized.q_offset
-        low, high = offset_range(sized.geometry, is_far=is_far)
+        rows, keys = sized.geometry.q_shape[2], sized.geometry.k_shape[2]
         last_pointers: tuple[int, ...] = ()
-        last_scale, last_stream = default_scale, -1
+        last_scale, last_stream = default_scale, memory.stream
         last_offset: int | None = default_offset or 0
 
         def launch(
@@ -198,7 +197,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
                 0 if dbias is None else dbias.data_ptr(),
             )
             scale = default_scale if softmax_scale is None else softmax_scale
-            offset = default_offset if q_offset is None else offset_of(q_offset, low, high)
+            offset = default_offset if q_offset is None else offset_of(q_offset, rows, keys)
             try:
                 with lock:
                     if pointers != last_pointers:
@@ -217,7 +216,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
                     is_captured = is_capturing is not None and is_capturing()
                     if stream != last_stream or is_captured:
                         last_stream = -1  # where a counter is refused, the next launch writes all of this again
-                        held = set_stream(words, stream)  # noqa: F841 - until the kernels are launched
+                        held = set_stream(words, stream, is_captured)  # noqa: F841 - until the kernels are launched
                         if not is_captured:
                             last_stream = stream
                     code = run(config, function, parameters, None)
@@ -228,7 +227,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
             if code == 0:
                 return scratch.as_strided(sizes, strides) if with_neg_delta else scratch
             if not adopt():
-                fail(code // FAILED, code % FAILED, memory)
+                fail(code // FAILED, code % FAILED, words)
             return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
 
         return launch

@@ -35,7 +35,7 @@ class SizedPlan:
 
     Attributes:
         geometry: shapes and strides of every call.
-        scratch: the memory that the kernels share.
+        scratch: the memory that the kernels share; without pieces that of any geometry.
         q_offset: the query offset by default.
         memory: what the driver reads.
     """
@@ -55,6 +55,7 @@ class DriverPlan:
         device_index: torch's index of the GPU.
         layout: where the parameters lie.
         streams: the words of the stream of each kernel's launch configuration.
+        has_features: whether kernels have arguments of features.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DriverPlan:
         self._context = driver.use_context(device_index)
         self.layout = PlanLayout(binding, layouts)
         self._calls = [
-            (WORD_BYTES * kernel.config, function, WORD_BYTES * kernel.addresses)
+            (WORD_BYTES * kernel.config, driver.pointer_to(function), WORD_BYTES * kernel.addresses)
             for kernel, function in zip(self.layout.kernels, functions, strict=True)
         ]
         self.streams = [kernel.config + STREAM_WORD for kernel in self.layout.kernels]
@@ -80,6 +81,7 @@ class DriverPlan:
             (kernel.counter, Counters(device_index)) for kernel in self.layout.kernels if kernel.counter is not None
         ]
         self._kind = _kind(binding.geometry, binding.scratch)
+        self._is_backward = binding.spec.direction == "backward"
         self._scratch_at = ScratchPlan.maker(binding.spec, binding.config, binding.compiled.device, first=NEG_DELTA)
         # kernels that name no piece of it and no share have none at any size
         self._has_scratch = bool(binding.scratch.pieces) or KEY_SPLITS in binding.names
@@ -89,11 +91,12 @@ class DriverPlan:
         self.entries = entries
         self._described_features = {subject.capitalize(): subject for subject in ("bias", "mask") if subject in entries}
         places = {name: self.layout.places[name] for name in self.layout.formats if name in self.layout.places}
+        self.has_features = has_arguments(binding.names)
         self._write_features = (
             features_writer(
                 places, self.layout.formats, causal=binding.spec.causal, described=tuple(self._described_features)
             )
-            if has_arguments(binding.names)
+            if self.has_features
             else None
         )
 
@@ -103,23 +106,27 @@ class DriverPlan:
         Raises:
             LaunchError: a backward pass cannot have this geometry.
         """
-        binding = self.binding
+        binding, sizes = self.binding, geometry.sizes
         scratch = binding.scratch
-        if geometry is not binding.geometry:
-            sizes = geometry.sizes
-            scratch = self._scratch_at(sizes) if self._has_scratch else ScratchPlan({}, 0, sizes)
-            if _kind(geometry, scratch) != self._kind:
-                return None
-            if binding.spec.direction == "backward":
-                check_backward(binding.spec, binding.config.family, geometry, scratch)
+        if self._has_scratch:
+            scratch = self._scratch_at(sizes)
+            sizes = scratch.sizes  # and how many CTAs share the keys of a tile
+        if _kind(geometry, scratch) != self._kind:
+            return None
+        if self._is_backward:
+            check_backward(binding.spec, binding.config.family, geometry, scratch)
         values = scalar_values(geometry)
-        values.append(scratch.sizes.key_splits)
-        return SizedPlan(geometry, scratch, values[Q_OFFSET_PLACE], self.layout.filled(geometry, scratch, values))
+        values.append(sizes.key_splits)
+        memory = self.layout.filled(geometry, scratch, sizes, values)
+        return SizedPlan(geometry, scratch, values[Q_OFFSET_PLACE], memory)
 
     def calls(self, memory: PlanMemory) -> list[Call]:
         """What the driver is called with for each kernel."""
-        start, arguments = memory.start, driver.launch_arguments
-        return [arguments(start + config, function, start + addresses) for config, function, addresses in self._calls]
+        start, pointer_to = memory.start, driver.pointer_to
+        return [
+            (pointer_to(start + config), function, pointer_to(start + addresses), None)
+            for config, function, addresses in self._calls
+        ]
 
     def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo] | None:
         """Of a plan's memory, what makes the descriptors of a tensor or a piece point to it; None where it has none.
@@ -134,7 +141,7 @@ class DriverPlan:
             return lambda memory: _all_describer(entries, memory, word)
         ((number, _),) = entries
         if word is not None:
-            return lambda memory: _pointer_describer(memory.maps[number].point_to, memory, word)
+            return lambda memory: memory.maps[number].point_both_to
         return lambda memory: memory.maps[number].point_to
 
     def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
@@ -155,6 +162,12 @@ class DriverPlan:
             held.append(counter)
         return held
 
+    def begin_on(self, stream: int, words: Any) -> None:
+        """Have later geometries begin on a stream, as these words do, if none does so yet: most have but one."""
+        if self.layout.stream < 0:
+            written = [*self.streams, *(word for word, _ in self.counters)]
+            self.layout.begin_on(stream, {word: words[word] for word in written})
+
     def adopt(self) -> bool:
         """Whether this thread had no CUDA context, and now has the plan's.
 
@@ -162,25 +175,15 @@ class DriverPlan:
         """
         return driver.adopt_context(self._context)
 
-    def fail(self, number: int, code: int, memory: PlanMemory) -> None:
+    def fail(self, number: int, code: int, words: Any) -> None:
         """Raise what the driver says to the launch of a kernel.
 
         Raises:
             LaunchError: always; the message has the kernel and the driver's name and text for `code`.
         """
         kernel = self.layout.kernels[number]
-        config = driver.LaunchConfig.from_buffer(memory.words, WORD_BYTES * kernel.config)
+        config = driver.LaunchConfig.from_buffer(words, WORD_BYTES * kernel.config)
         driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {kernel.entry}")
-
-
-def _pointer_describer(point_to: PointTo, memory: PlanMemory, word: int) -> PointTo:
-    words = memory.words
-
-    def point_both_to(pointer: int) -> None:
-        point_to(pointer)
-        words[word] = pointer
-
-    return point_both_to
 
 
 def _all_describer(entries: Sequence[tuple[int, int]], memory: PlanMemory, word: int | None) -> PointTo:

@@ -13,6 +13,7 @@ import torch
 
 from flashgen.launch.driver_plan import Call, DriverPlan, SizedPlan
 from flashgen.launch.feature_arguments import LOG2E
+from flashgen.launch.geometry import offset_range
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS
 from flashgen.launch.plan_layout import SCALES, PlanLayout
 from flashgen.launch.vocabulary import OFFSET_TENSOR
@@ -47,18 +48,24 @@ def scales_writer(layout: PlanLayout) -> Callable[[Any, float], None]:
     return write_scales
 
 
-def stream_setter(plan: DriverPlan) -> tuple[Callable[[Any, int], list[torch.Tensor]], Callable[[], bool] | None]:
+def stream_setter(
+    plan: DriverPlan,
+) -> tuple[Callable[[Any, int, bool], list[torch.Tensor]], Callable[[], bool] | None]:
     """What points all kernels to a stream and to their counters on it, and what says whether a graph is captured.
 
-    The first returns the counters, to be kept until the kernels are launched. They are others in each capture, so that
-    is asked before every launch of a plan that has any; the second is None for a plan that has none.
+    The first is told whether one is, and returns the counters, to be kept until the kernels are launched. They are
+    others in each capture, so that is asked before every launch of a plan that has any; the second is None for a plan
+    that has none.
     """
     streams, point_counters = plan.streams, plan.point_counters if plan.counters else None
 
-    def set_stream(words: Any, stream: int) -> list[torch.Tensor]:
+    def set_stream(words: Any, stream: int, is_captured: bool) -> list[torch.Tensor]:
         for word in streams:
             words[word] = stream
-        return [] if point_counters is None else point_counters(words, stream)
+        held = [] if point_counters is None else point_counters(words, stream)
+        if not is_captured:
+            plan.begin_on(stream, words)
+        return held
 
     return set_stream, torch.cuda.is_current_stream_capturing if plan.counters else None
 
@@ -88,7 +95,7 @@ def scratch_maker(plan: DriverPlan, sized: SizedPlan) -> Callable[[torch.Tensor]
 
 
 OffsetOf = Callable[[Offset, int, int], int]
-"""The value of a query offset that a call names, between the two numbers beyond which nothing changes.
+"""The value of a query offset that a call with so many queries and keys names, where nothing changes beyond it.
 
 It raises LaunchError for the other kind than what is compiled in.
 """
@@ -97,17 +104,18 @@ It raises LaunchError for the other kind than what is compiled in.
 def offset_writer(plan: DriverPlan) -> tuple[OffsetOf, Callable[[Any, int | None], None]]:
     """What reads the query offset of a call, and what writes it; the second raises LaunchError for a missing tensor."""
     binding = plan.binding
-    check, is_tensor = binding.check_offset, binding.spec.offset_tensor
+    check, is_tensor, is_far = binding.check_offset, binding.spec.offset_tensor, binding.is_far
     word = plan.layout.places[OFFSET_TENSOR if is_tensor else "q_offset"]
 
-    def address(q_offset: Offset, low: int = 0, high: int = 0) -> int:
+    def address(q_offset: Offset, rows: int = 0, keys: int = 0) -> int:
         if not isinstance(q_offset, torch.Tensor):
             check(q_offset)
         return q_offset.data_ptr()  # type: ignore[union-attr]
 
-    def clamped(q_offset: Offset, low: int, high: int) -> int:
+    def clamped(q_offset: Offset, rows: int, keys: int) -> int:
         if isinstance(q_offset, torch.Tensor):
             check(q_offset)
+        low, high = offset_range(rows, keys, is_far=is_far)
         return max(low, min(q_offset, high))  # type: ignore[return-value, type-var]
 
     def write(words: Any, offset: int | None) -> None:

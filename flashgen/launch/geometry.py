@@ -268,17 +268,16 @@ def _dbias_scalars(geometry: Geometry) -> tuple[int, int, int, int, int]:
 
 def clamp_offset(q_offset: int, geometry: Geometry, *, is_far: bool = False) -> int:
     """A query offset as 32 bits."""
-    low, high = offset_range(geometry, is_far=is_far)
+    low, high = offset_range(geometry.q_shape[2], geometry.k_shape[2], is_far=is_far)
     return max(low, min(q_offset, high))
 
 
-def offset_range(geometry: Geometry, *, is_far: bool) -> tuple[int, int]:
-    """The query offsets beyond which nothing changes: with a causal mask alone, the lengths.
+def offset_range(rows: int, keys: int, *, is_far: bool) -> tuple[int, int]:
+    """The query offsets beyond which nothing changes for so many queries and keys: with a causal mask alone, these.
 
     `is_far` is for kernels with a window or ALiBi, whose scores go on changing.
     """
-    tensors = geometry.tensors
-    return (-MAX_OFFSET, MAX_OFFSET) if is_far else (-tensors["q"][0][2], tensors["k"][0][2])
+    return (-MAX_OFFSET, MAX_OFFSET) if is_far else (-rows, keys)
 
 
 CLIPPED_ROWS = 1 << 30

@@ -32,7 +32,7 @@ from flashgen.core.features.score_tensors import Shape4
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch import driver
 from flashgen.launch.binding import Binding, view_of
-from flashgen.launch.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
+from flashgen.launch.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, MapPlace, TensorMaps
 from flashgen.launch.feature_arguments import LOG2E
 from flashgen.launch.geometry import Geometry, scalar_names
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout, block_of, element_of, is_descriptor
@@ -101,13 +101,14 @@ class PlanMemory:
         words: an array that may be written.
         start: the address of the first word.
         maps: the descriptors, in the order of `PlanLayout.described`.
+        stream: the one that launches are on, and that counters are of; -1 where that is to be written.
     """
 
-    __slots__ = ("maps", "start", "words")
+    __slots__ = ("maps", "start", "stream", "words")
 
-    def __init__(self, words: Any, start: int, maps: list[driver.TensorMaps]) -> None:
+    def __init__(self, words: Any, start: int, maps: list[TensorMaps], stream: int) -> None:
         """Hold them."""
-        self.words, self.start, self.maps = words, start, maps
+        self.words, self.start, self.maps, self.stream = words, start, maps, stream
 
 
 class _Words:
@@ -152,42 +153,54 @@ class PlanLayout:
         named = self._place_plain(words, binding, layouts)
         described = self._place_descriptors(words, binding, layouts)
         self._place_addresses(words, layouts, named, described)
-        self._maps_at = WORD_BYTES * len(words.values)
+        self._programs = [(kernel.config, kernel.programs) for kernel in self.kernels]
+        self._mapped = self._map_places(WORD_BYTES * len(words.values), binding)
         room = len(self.described) * TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT if self.described else 0
-        self._constants = struct.pack("<" + "".join(words.formats), *words.values) + bytes(room)
-        self._copy: Any = (ctypes.c_uint64 * (len(self._constants) // WORD_BYTES)).from_buffer_copy
+        constants = struct.pack("<" + "".join(words.formats), *words.values) + bytes(room)
+        self._begin = -1, constants  # in one piece: another thread may make it anew
+        self._copy: Any = (ctypes.c_uint64 * (len(constants) // WORD_BYTES)).from_buffer_copy
 
-    def filled(self, geometry: Geometry, scratch: ScratchPlan, scalars: Sequence[int]) -> PlanMemory:
+    def filled(self, geometry: Geometry, scratch: ScratchPlan, sizes: Sizes, scalars: Sequence[int]) -> PlanMemory:
         """The memory of a geometry, with everything but what launches write.
 
         Args:
             geometry: one of the kind that the parameters were placed for.
             scratch: its scratch memory.
+            sizes: what the blocks of a launch follow from.
             scalars: the `scalar_values` of the geometry, and how many CTAs share the keys of a tile.
         """
-        words = self._copy(self._constants)
+        stream, constants = self._begin
+        words = self._copy(constants)
         start = ctypes.addressof(words)
-        numbers = [*self._scalars(scalars)]
-        tensors, last, width = geometry.tensors, None, 0
+        tensors, last, width, packed, found = geometry.tensors, None, 0, list[bytes](), b""
         for subject, rank, element_bytes in self._sized:
             view = tensors.get(subject)
             if view is None or rank != 4:
-                numbers += _view_numbers(*view_of(subject, rank, geometry, scratch), element_bytes)
+                packed.append(_packed_view(*view_of(subject, rank, geometry, scratch), element_bytes))
             else:
-                if view != last or element_bytes != width:  # q, k, v and the output are often alike
-                    last, width, found = view, element_bytes, _tensor_numbers(*view, element_bytes)
-                numbers += found
-        maps_at, tensor_maps = start + self._maps_at, driver.TensorMaps
-        maps_at += -maps_at % TENSOR_MAP_ALIGNMENT
-        maps = [
-            tensor_maps(encoding, start + sizes, maps_at + room, words, entry)
-            for encoding, sizes, room, entry in self._mapped
-        ]
+                # q, k, v and the output are often alike, or even one view
+                if (view is not last and view != last) or element_bytes != width:
+                    last, width, found = view, element_bytes, _packed_tensor(*view, element_bytes)
+                packed.append(found)
+        maps = [TensorMaps(place, start, words) for place in self._mapped]
         addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
-        self._pack(words, self._sizes_at, *numbers, addresses)
-        for kernel in self.kernels:
-            words[kernel.config] = kernel.programs(self._device, scratch.sizes) | HIGH
-        return PlanMemory(words, start, maps)
+        self._pack(words, self._sizes_at, *self._scalars(scalars), b"".join(packed), addresses)
+        device = self._device
+        for config, programs in self._programs:
+            words[config] = programs(device, sizes) | HIGH
+        return PlanMemory(words, start, maps, stream)
+
+    @property
+    def stream(self) -> int:
+        """That of later geometries as they begin, or -1."""
+        return self._begin[0]
+
+    def begin_on(self, stream: int, written: Mapping[int, int]) -> None:
+        """Have later geometries begin on a stream, with these numbers in words, which launches need not write then."""
+        constants = bytearray(self._begin[1])
+        for word, number in written.items():
+            struct.pack_into("<" + POINTER, constants, WORD_BYTES * word, number)
+        self._begin = stream, bytes(constants)
 
     def _place_plain(self, words: _Words, binding: Binding, layouts: Sequence[Layout]) -> dict[str, int]:
         """Place what is no descriptor and the same in all kernels; returns the words by name."""
@@ -230,7 +243,7 @@ class PlanLayout:
                 if key not in known:
                     of_sizes = subject, rank, ELEMENT_BYTES[element]
                     if of_sizes not in sizes:
-                        sizes[of_sizes] = words.add([WORD_FORMATS["i64"]] * rank + [POINTER] * (2 * rank - 1)).start
+                        sizes[of_sizes] = words.add([POINTER] * (3 * rank - 1)).start
                     encoding = driver.Encoding(
                         dtype=element, rank=rank, box=size, swizzle=swizzle, element_bytes=ELEMENT_BYTES[element]
                     )
@@ -272,26 +285,44 @@ class PlanLayout:
                 offsets += [WORD_BYTES * word for word in read if word is not None]
             offsets += [WORD_BYTES * self._null] * layout.trailing
         words.add([POINTER] * len(offsets))
-        self._mapped = [
-            (one.encoding, WORD_BYTES * one.driver_sizes, number * TENSOR_MAP_BYTES, one.entries[0])
-            for number, one in enumerate(self.described)
-        ]
         self._addresses_bytes = WORD_BYTES * len(offsets)
         sizes_from = self.places["q_offset"]
-        formats = "".join([*words.formats[sizes_from:first], f"{self._addresses_bytes}s"])
+        of_tensors = sum(3 * rank - 1 for _, rank, _ in self._sized)
+        formats = "".join(words.formats[sizes_from : first - of_tensors])
+        formats += f"{WORD_BYTES * of_tensors}s{self._addresses_bytes}s"
         self._sizes_at, self._pack = WORD_BYTES * sizes_from, struct.Struct("<" + formats).pack_into
         # one number with an address in each 64 bits: a start is added to all of them at once
         self._offsets, self._ones = (
             sum(one << 64 * n for n, one in enumerate(each)) for each in (offsets, [1] * len(offsets))
         )
 
+    def _map_places(self, first: int, binding: Binding) -> list[MapPlace]:
+        """Where everything of each descriptor lies, where they come behind `first` bytes."""
+        pointers = {
+            one.name: self.places[one.pointer] for one in binding.direction.tensors if one.pointer in self.formats
+        }
+        return [
+            MapPlace(
+                one.encoding,
+                WORD_BYTES * one.driver_sizes,
+                first + number * TENSOR_MAP_BYTES,
+                one.entries[0],
+                pointers.get(one.subject),
+            )
+            for number, one in enumerate(self.described)
+        ]
 
-def _view_numbers(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
+
+def _packed_view(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> bytes:
     """Strides for kernels; then for the driver, innermost first, shape and strides in bytes without that of 1."""
-    return (*strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
+    steps = [stride * element_bytes for stride in strides[-2::-1]]
+    return struct.pack(f"<{len(strides)}q{len(shape) + len(steps)}Q", *strides, *shape[::-1], *steps)
 
 
-def _tensor_numbers(shape: Shape4, strides: Shape4, element_bytes: int) -> tuple[int, ...]:
+_pack_tensor = struct.Struct("<4q7Q").pack
+
+
+def _packed_tensor(shape: Shape4, strides: Shape4, element_bytes: int) -> bytes:
     """The same of a tensor as it is described in its own four axes, written out (`legal_strides`)."""
     (a, b, c, d), (e, f, g, _) = shape, strides
     if a < 2:
@@ -300,7 +331,7 @@ def _tensor_numbers(shape: Shape4, strides: Shape4, element_bytes: int) -> tuple
         f = ALIGNMENT_BYTES
     if c < 2:
         g = ALIGNMENT_BYTES
-    return e, f, g, 1, d, c, b, a, g * element_bytes, f * element_bytes, e * element_bytes
+    return _pack_tensor(e, f, g, 1, d, c, b, a, g * element_bytes, f * element_bytes, e * element_bytes)
 
 
 def _place_config(words: _Words, metadata: Any, *, overlaps: bool) -> int:

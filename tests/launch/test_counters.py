@@ -13,7 +13,10 @@ from flashgen.core.errors import LaunchError
 from flashgen.launch import counters, driver
 from flashgen.launch.backward import backward_geometry
 from flashgen.launch.counters import Counters
+from flashgen.launch.driver_launch import launcher
+from flashgen.launch.driver_plan import DriverPlan
 from flashgen.launch.geometry import Geometry
+from flashgen.launch.parameters import Layout
 from flashgen.launch.plan import load_part
 from tests.fakes.driver import FakeDriver
 from tests.fakes.imagined import LSE, POINTERS, Imagined, backward_tensors
@@ -137,6 +140,36 @@ def test_a_launch_gets_the_counters_of_its_stream_and_capture(
         found += [one.arguments["Counter"].data_ptr() for one in kernel.seen[-count:]]
         assert len(set(found)) == 2 * count, "each kernel of each plan has its own"
         assert seen.setdefault((stream, capture), set(found)) == set(found)
+    everything = [address for found in seen.values() for address in found]
+    assert len(everything) == len(set(everything)), "nothing is shared between streams or captures"
+
+
+@pytest.mark.parametrize("name", ["forward", "split forward"])
+def test_a_later_geometry_has_the_counters_of_the_stream_that_it_is_launched_on(
+    name: str, graphs: Graphs, cuda: FakeDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with those of the first stream, and writes its own where that is another one, or captured."""
+    monkeypatch.setattr(counters, "BLOCK_COUNTERS", 64)
+    key, named = KERNELS[name]
+    kernel = Imagined(*named, key=key)
+    calls = [tensors(kernel.spec, (2, 6, 3, rows, 333)) for rows in range(200, 200 + len(ORDER))]
+    functions = [number + 1 for number in range(len(named))]
+    cuda.kernels |= dict(zip(functions, kernel.given, strict=True))
+    layouts = [Layout(parameters=each, trailing=2) for each in kernel.given]
+    binding = kernel.binding(Geometry.of(*calls[0]))
+    plan = DriverPlan(binding, functions=functions, layouts=layouts, device_index=0)
+    launch_at = launcher(plan)
+    seen: dict[tuple[int, int | None], list[int]] = {}
+    for four, (stream, capture) in zip(calls, ORDER, strict=True):
+        sized = plan.sized(Geometry.of(*four))
+        assert sized is not None
+        streams.current = stream
+        graphs.capture(capture)
+        launch_at(sized)(*four)
+        done = cuda.launches[-len(named) :]
+        assert {one.stream for one in done} == {stream}
+        found = [one.values["Counter"] for one in done]
+        assert seen.setdefault((stream, capture), found) == found
     everything = [address for found in seen.values() for address in found]
     assert len(everything) == len(set(everything)), "nothing is shared between streams or captures"
 

@@ -303,13 +303,15 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     )
     side_by_side = config.integer("blocks_per_sm")
 
+    varlen, tile = spec.varlen, rows // packed_heads
+    # the first block of a head begins up to a block before its first row, which takes one block more
+    before = rows - 1 if aligned else 0
+
     def programs(device: Device, sizes: Sizes) -> int:
-        if spec.varlen:
+        if varlen:
             tiles = head_packing.tiles_of_sequences(sizes, rows, packed_heads)
         else:
-            # the first block of a head begins up to a block before its first row, which takes one block more
-            queries = sizes.seqlen_q + rows - 1 if aligned else sizes.seqlen_q
-            tiles = head_packing.packs(sizes, packed_heads) * -(-queries // (rows // packed_heads))
+            tiles = head_packing.packs(sizes, packed_heads) * -(-(sizes.seqlen_q + before) // tile)
         return min(tiles * sizes.key_splits, device.num_sms * side_by_side)
 
     parameters, options = _parameters(spec, config), _options(config)

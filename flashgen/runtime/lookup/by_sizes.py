@@ -85,9 +85,10 @@ class SizesLookup:
             if len(self._chosen) >= MOST_CHOICES:
                 self._chosen.clear()
             choice = self._chosen[near] = self._choose(near)
-        if choice.rival is not None and not generated_only and self._hands_over(choice.rival, choice.rung, sizes):
+        config, rung, rival = choice
+        if rival is not None and not generated_only and self._hands_over(rival, rung, sizes):
             return None
-        return self._served(choice.config, with_lse)
+        return self._served(config, with_lse) if with_lse else config
 
     def _served(self, config: Config, with_lse: bool) -> Config:
         return exact_sibling(config, self._spec) if with_lse else config

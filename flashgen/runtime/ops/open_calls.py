@@ -66,7 +66,7 @@ class OpenCall:
         bshd, step, with_lse = self._bshd, self._step, self._with_lse
         _, shape_q, shape_k, shape_v, strides_q, strides_k, strides_v = key[:7]
         view_q = view_of(shape_q, strides_q, bshd)
-        view_k = view_of(shape_k, strides_k, bshd)
+        view_k = view_q if shape_k == shape_q and strides_k == strides_q else view_of(shape_k, strides_k, bshd)
         view_v = view_k if shape_v == shape_k and strides_v == strides_k else view_of(shape_v, strides_v, bshd)
         sizes = sizes_of(view_q, view_k, view_v, step)
         if sizes is None:
@@ -87,7 +87,7 @@ class OpenCall:
             launch = plan.sized(Geometry({"q": view_q, "k": view_k, "v": view_v, "o": out}))
         except LaunchError:
             return None
-        layout = layout_of_view(*out, self._dtype, bshd=bshd)
+        layout = layout_of_view(*out, self._dtype, bshd=bshd) if bshd else (*out, self._dtype)
         run: Run = self._made(launch, layout, view_q[0][:3] if with_lse else None)
         return run
 
@@ -171,24 +171,19 @@ def is_aligned(view: View4, step: int) -> bool:
     return last == 1 and rows < MAX_ROW_STRIDE and not (batch | heads | rows) % step
 
 
-def are_aligned(q: View4, k: View4, v: View4, step: int) -> bool:
-    """The same of three tensors, in one piece for calls of a new length."""
-    (a, b, c, last_q), (d, e, f, last_k), (g, h, i, last_v) = q[1], k[1], v[1]
-    return (
-        last_q == last_k == last_v == 1
-        and not (a | b | c | d | e | f | g | h | i) % step
-        and (c | f | i) < MAX_ROW_STRIDE  # a power of 2
-    )
-
-
 def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
     """The sizes of a call, or None where shapes do not fit together, one is 0, or a stride is unusual."""
-    (batch, nheads, seqlen_q, head_dim), (batch_k, nheads_k, seqlen_k, head_dim_k) = q[0], k[0]
-    fit = batch == batch_k and head_dim == head_dim_k and k[0][:3] == v[0][:3]
+    # in one piece for calls of a new length, `is_aligned` of all three among it
+    (shape_q, strides_q), (shape_k, strides_k), (shape_v, strides_v) = q, k, v
+    (batch, nheads, seqlen_q, head_dim), (batch_k, nheads_k, seqlen_k, head_dim_k) = shape_q, shape_k
+    fit = batch == batch_k and head_dim == head_dim_k and (v is k or shape_k[:3] == shape_v[:3])
     if not (fit and batch and seqlen_q and seqlen_k and nheads and nheads_k) or nheads % nheads_k:
         return None
     if (batch | nheads | seqlen_q | seqlen_k) > MAX_SIZE:  # which is all ones
         return None
-    if not are_aligned(q, k, v, step):
+    (a, b, c, last_q), (d, e, f, last_k), (g, h, i, last_v) = strides_q, strides_k, strides_v
+    if not (last_q == last_k == last_v == 1) or (a | b | c | d | e | f | g | h | i) % step:
+        return None
+    if (c | f | i) >= MAX_ROW_STRIDE:  # a power of 2
         return None
     return Sizes(batch, nheads, nheads_k, seqlen_q, seqlen_k)
