@@ -7,7 +7,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
@@ -41,6 +41,7 @@ def race_all(
     options: argparse.Namespace,
     workloads_of: Callable[[Device], Iterable[Workload]],
     raced_one: Callable[[Executor, Compiler, Workload], list[dict[str, object]]],
+    columns: Sequence[str] = COLUMNS,
 ) -> int:
     """Add the rows of every workload that the file has none of; 0 is done, 3 stopped at the time limit."""
     began, done = time.monotonic(), {row["workload"] for row in read(options.file)}
@@ -53,7 +54,7 @@ def race_all(
                 continue
             if time.monotonic() - began > options.limit_seconds:
                 return STOPPED
-            add_rows(options.file, COLUMNS, raced_one(executor, compiler, workload))
+            add_rows(options.file, columns, raced_one(executor, compiler, workload))
             print(f"{workload.key}: done", file=sys.stderr, flush=True)
     return 0
 

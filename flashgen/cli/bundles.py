@@ -120,6 +120,8 @@ def import_kernels(path: Path) -> None:
 def jobs_of(records: Iterable[TuningRecord]) -> list[Job]:
     """What the calls of these records load, and calls of other sizes by them: each once, with and without an LSE."""
     from flashgen.codegen.families import beside, exact_sibling
+    from flashgen.codegen.family import Sizes
+    from flashgen.codegen.head_packing import fills_half
     from flashgen.runtime.warmup import variants
 
     jobs = [
@@ -128,6 +130,7 @@ def jobs_of(records: Iterable[TuningRecord]) -> list[Job]:
         if record.device.is_nvidia
         for spec in variants(record.workload, offset_tensor=False)
         for own in (record.config, *beside(record.config, spec, record.device))
+        if own == record.config or fills_half(own, Sizes.of(record.workload))
         for config in (own, exact_sibling(own, spec))
     ]
     unique = {(spec, config, device.arch): (spec, config, device) for spec, config, device in jobs}

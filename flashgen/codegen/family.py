@@ -104,8 +104,10 @@ class Sizes(NamedTuple):
         batch, nheads, nheads_k, rows, keys, sequences, *_ = self  # written out: every call of a new length asks
         if sequences or (rows <= SHORT and keys <= SHORT):
             return self
-        of_rows = in_blocks(rows)
-        return Sizes(batch, nheads, nheads_k, of_rows, of_rows if keys == rows else in_blocks(keys))
+        is_grouped = nheads != nheads_k
+        of_rows = in_blocks(rows, is_grouped=is_grouped)
+        of_keys = of_rows if keys == rows else in_blocks(keys, is_grouped=is_grouped)
+        return Sizes(batch, nheads, nheads_k, of_rows, of_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,11 @@ Half a tile of each sequence is empty, of 128 rows of one head or of 128 / n pos
 LEAST_SAVED = 1 / 4
 """Share of the tiles that packing has to save: a group of positions and heads in a tile has costs of its own."""
 
+MOST_EMPTY = 1 / 16
+"""Share of the rows of all packs that may have no head. Of 28 heads over 4 in packs of 8 an eighth has none: these took
+0.96 to 1.17 times the time of tiles with one head (docs/experiments/waves.md).
+"""
+
 MUCH = 2
 """A config that computes so many times the tiles of another packing is not the one to serve."""
 
@@ -68,6 +73,11 @@ def suits_group(config: Config, sizes: Sizes) -> bool:
     return as_group_allows(sizes, heads) == heads
 
 
+def fills_half(config: Config, sizes: Sizes) -> bool:
+    """Whether more than half of the heads of a pack are there, as calls of some length may ask for."""
+    return int(config.get("packed_heads", 1)) < 2 * (sizes.nheads // sizes.nheads_k)
+
+
 def as_group_allows(sizes: Sizes, heads: int) -> int:
     """So many heads or fewer, by which a group of packed sequences is divided without a rest.
 
@@ -76,6 +86,12 @@ def as_group_allows(sizes: Sizes, heads: int) -> int:
     """
     group = sizes.nheads // sizes.nheads_k
     return next(n for n in reversed(PACKED_HEADS) if n <= heads and group % n == 0)
+
+
+def packing_of_group(sizes: Sizes) -> int:
+    """The heads to pack of queries that fill tiles of one head: the most that leave few rows of a pack empty."""
+    group = sizes.nheads // sizes.nheads_k
+    return max(n for n in SEQUENCE_HEADS if -(-group // n) * n <= (1 + MOST_EMPTY) * group)
 
 
 def packing_of_sequences(sizes: Sizes) -> int:

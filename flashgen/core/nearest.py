@@ -22,6 +22,9 @@ LONG, LONG_BLOCK = 512, 64
 """Lengths above SHORT count in whole blocks of BLOCK rows, above LONG in those of LONG_BLOCK. Tiles are multiples of
 a block, or parts: all lengths with as many blocks are as much work and get the same config, which is chosen once."""
 
+GROUPED_LONG = 2048
+"""The same as LONG where heads share keys: tiles with several of them have a part of the positions of one."""
+
 Position = tuple[float, float, float, float, float]
 """Coordinates of a workload, in factors of two: sizes that are twice as large are one step away."""
 
@@ -39,12 +42,13 @@ def position(workload: Workload) -> Position:
         return packed_position(w.total_q, w.seqlen_q, w.seqlen_k, w.nheads, group, _visible_keys(w))
     if w.is_decode:
         return decode_position(w.seqlen_q * (w.nheads // w.nheads_k), w.keys_reached, w.batch * w.nheads_k)
-    return position_of(in_blocks(w.seqlen_q), in_blocks(w.seqlen_k), w.batch * w.nheads, group, _visible_keys(w))
+    rows, keys = (in_blocks(length, is_grouped=group > 1) for length in (w.seqlen_q, w.seqlen_k))
+    return position_of(rows, keys, w.batch * w.nheads, group, _visible_keys(w))
 
 
-def in_blocks(length: int) -> int:
+def in_blocks(length: int, *, is_grouped: bool = False) -> int:
     """The length that stands for all that have as many blocks of rows: the longest one."""
-    if length > LONG:
+    if length > (GROUPED_LONG if is_grouped else LONG):
         return -(-length // LONG_BLOCK) * LONG_BLOCK
     return length if length <= SHORT else -(-length // BLOCK) * BLOCK
 

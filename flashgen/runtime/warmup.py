@@ -182,7 +182,8 @@ def _at_lengths(workload: Workload, spec: Specialization, device: Device) -> Ite
 
     records, sizes = serve.records(), Sizes.of(workload)
     lookup = SizesLookup(records.choices(spec, device), workload, spec, device, records)
-    able = (*map(in_blocks, range(1, MANY_ROWS + 1)), *_powers_to(sizes.seqlen_q))
+    most, is_grouped = min(sizes.seqlen_q, MANY_ROWS), sizes.nheads != sizes.nheads_k
+    able = (*(in_blocks(rows, is_grouped=is_grouped) for rows in range(1, most + 1)), *_powers_to(sizes.seqlen_q))
     lengths = {sizes.seqlen_q, *(rows for rows in able if rows <= sizes.seqlen_q)}
     # as many heads as fill so many waves of SMs, each with one tile
     waves = (device.num_sms * wave // sizes.nheads for wave in range(1, MANY_WAVES + 1))

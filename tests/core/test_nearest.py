@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from flashgen.codegen.family import Sizes
 from flashgen.core.nearest import distance, in_blocks, position
 from flashgen.core.workload import Workload
 
@@ -36,6 +39,15 @@ def test_each_size_counts_by_its_ratio_and_weight(other: str, expected: float) -
 )
 def test_lengths_count_in_blocks(length: int, counted: int) -> None:
     assert in_blocks(length) == counted
+
+
+@pytest.mark.parametrize(("length", "counted"), [(64, 64), (513, 528), (1057, 1072), (2048, 2048), (2049, 2112)])
+def test_lengths_of_heads_that_share_keys_count_in_smaller_blocks(length: int, counted: int) -> None:
+    assert in_blocks(length, is_grouped=True) == counted
+    sizes = Sizes(1, 8, 2, length, length).in_blocks()
+    assert sizes[3:5] == (counted, counted)
+    rows, keys, *_ = position(Workload.parse(f"b1-h8-hk2-s{length}-d64"))
+    assert rows == keys == math.log2(counted)
 
 
 def test_as_many_blocks_are_no_distance() -> None:

@@ -11,7 +11,7 @@ from flashgen.codegen.common_softcap import EXACT, HARDWARE, TANH, tanh_values
 from flashgen.codegen.common_wgmma import LEAST_COLUMNS, widest_block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import why_not_split
-from flashgen.codegen.hopper_forward import resources, rules
+from flashgen.codegen.hopper_forward import resources, rules, tile_choice
 from flashgen.codegen.hopper_forward import template_context as text
 from flashgen.codegen.hopper_forward.seed_configs import (
     FIRST_MAXIMUM,
@@ -197,6 +197,9 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     """
     if spec.varlen:
         return with_heads(spec, config, head_packing.as_group_allows(sizes, resources.packed_heads(config)), device)
+    heads = tile_choice.grouped_heads(spec, config, sizes, device)
+    if heads is not None:
+        return with_heads(spec, config, heads, device)
     heads = head_packing.packing(sizes, resources.tile_rows(config))
     if heads == resources.packed_heads(config):
         return config
@@ -204,7 +207,7 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 
 
 def with_heads(spec: Specialization, config: Config, heads: int, device: Device) -> Config:
-    """`config` for packed sequences with so many heads in a tile, and about as many of all in a group.
+    """`config` with so many heads in a tile, and about as many of all in a group.
 
     As it is where that is not valid.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashgen.codegen import head_packing
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_packing import SEQUENCE_HEADS
@@ -28,10 +30,18 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     if spec.varlen and sizes.sequences:
         heads = head_packing.packing_of_sequences(sizes) if rules.may_pack_sequences(spec) else 1
         config = defaults.with_heads(spec, config, 1, device)
+    grouped = tile_choice.grouped(spec, config, sizes, device)
+    if grouped is not None:
+        heads = 1  # with which keys are shared
+        config = defaults.with_heads(spec, config, heads, device)
     found = _filled(spec, tile_choice.balanced(spec, config, sizes, device, heads), sizes, device, heads)
     if split_keys(found):
         shared = _filled(spec, tile_choice.for_shares(spec, config, device), sizes, device, heads)
         return shared if split_keys(shared) else found
+    if grouped is not None:
+        tile, heads = grouped
+        alone = config if tile is None else tile_choice.with_tile(spec, config, tile, device)
+        found = defaults.with_heads(spec, alone, heads, device)
     return tile_order.ordered(spec, short_queries.narrowed(spec, found, sizes, device), sizes, device)
 
 
@@ -41,6 +51,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     found = [tile.replace(split_keys=shared) for tile in tiles for shared in _ways(spec)]
     alone = [tile.replace(split_keys=False) for tile in tiles]
     alone += [other for tile in alone for other in short_queries.others(spec, tile, device)]
+    alone += _grouped(spec, alone, device)
     # where keys are shared there are too few tiles for an order
     found += [*alone, *(order for tile in alone for order in tile_order.orders(spec, tile))]
     return tuple(other for other in dict.fromkeys(found) if other != config)
@@ -52,12 +63,18 @@ def _filled(spec: Specialization, tile: Config, sizes: Sizes, device: Device, he
 
 def _with_any_heads(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """The tiles that may take the place of a config's; of packed sequences with each number of heads side by side."""
-    if not spec.varlen:
+    if not (spec.varlen or tile_choice.is_grouped(spec, config)):
         return (config, *tile_choice.others(spec, config, device))
     alone = defaults.with_heads(spec, config, 1, device)
     heads = SEQUENCE_HEADS if rules.may_pack_sequences(spec) else (1,)
     tiles = (alone, *tile_choice.others(spec, alone, device))
     return tuple(defaults.with_heads(spec, tile, number, device) for tile in tiles for number in heads)
+
+
+def _grouped(spec: Specialization, tiles: Sequence[Config], device: Device) -> list[Config]:
+    """Tiles of dense calls with several heads side by side, which share no keys."""
+    several = [(tile, number) for tile in tiles if tile_choice.is_grouped(spec, tile) for number in SEQUENCE_HEADS[1:]]
+    return [defaults.with_heads(spec, tile, number, device) for tile, number in several]
 
 
 def _ways(spec: Specialization) -> tuple[bool, ...]:

@@ -19,10 +19,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from flashgen.codegen import head_packing
 from flashgen.codegen.common_scores import is_plain_forward
+from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
-from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Lengths, Tile
+from flashgen.codegen.hopper_forward.tiles import (
+    GROUPED_SUSTAINED,
+    GROUPED_SUSTAINED_KEYS,
+    GROUPED_TILES,
+    SUSTAINED,
+    SUSTAINED_US,
+    TILES,
+    Lengths,
+    Tile,
+)
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.lengths import RAMP, packed_lengths
@@ -86,8 +97,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device,
     asked[own] = times[own] * own_factors[own]
     sustained = SUSTAINED.get((spec.head_dim, causal), ())
     launches = PACKED_SHAPES if spec.varlen else 1  # of which times are a product
-    is_long = min(times) >= SUSTAINED_US**launches
-    if sustained and is_long and sizes.batch * sizes.nheads * sizes.seqlen_q >= FILLING_ROWS * sms:
+    if sustained and _meets_the_limit(min(times) ** (1 / launches), sizes, sms):
         if spec.varlen:  # whose tiles were not timed so: they have to promise as much as in short launches
             asked = [time * factor**launches for time, factor in zip(asked, sustained, strict=True)]
         else:
@@ -95,6 +105,48 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device,
             asked[own] *= 1 - SUSTAINED_MARGIN
     best = asked.index(min(asked))
     return config if best == own else with_tile(spec, config, tiles[best], device)
+
+
+def grouped(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> tuple[Tile | None, int] | None:
+    """The tile that fills the SMs best where heads share keys, None a config's own, and heads side by side in it.
+
+    Of a config that was measured at other sizes both stay where nothing else promises to be faster by a margin. None
+    where nobody timed that, as for few queries.
+    """
+    tiles, heads = _grouped_tiles(spec), _numbers(sizes)
+    own = _place(tiles, config)
+    if own is None or not heads:
+        return None
+    sms, causal = device.num_sms, spec.causal
+    times = {
+        (number, n): tile.time(sizes, sms, causal=causal, packed_heads=n)
+        for n in heads
+        for number, tile in enumerate(tiles)
+    }
+    margin, here = MARGIN, (own, resources.packed_heads(config))
+    sustained = _grouped_sustained(spec, sizes)
+    if sustained and _meets_the_limit(min(times.values()), sizes, sms):
+        times = {(number, n): time * sustained[number] for (number, n), time in times.items()}
+        margin = SUSTAINED_MARGIN
+    if here in times:
+        times[here] *= 1 - margin
+    number, n = min(times, key=lambda one: times[one])
+    return None if number == own else tiles[number], n
+
+
+def is_grouped(spec: Specialization, config: Config) -> bool:
+    """Whether heads may be side by side in the place of a config of long queries."""
+    return _place(_grouped_tiles(spec), config) is not None
+
+
+def grouped_heads(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int | None:
+    """With how many heads side by side a config's own tile promises to be the fastest; None likewise."""
+    tiles, heads = _grouped_tiles(spec), _numbers(sizes)
+    own = _place(tiles, config)
+    if own is None or not heads:
+        return None
+    one, *several = (tiles[own].time(sizes, device.num_sms, causal=spec.causal, packed_heads=n) for n in heads)
+    return heads[-1] if several and several[0] < one * (1 - MARGIN) else 1
 
 
 def for_shares(spec: Specialization, config: Config, device: Device) -> Config:
@@ -174,9 +226,42 @@ def _factors(spec: Specialization) -> tuple[tuple[float, ...], tuple[float, ...]
     )
 
 
+def _meets_the_limit(time_us: float, sizes: Sizes, sms: int) -> bool:
+    """Whether a launch that is expected to take so long is one in which times of load that goes on count."""
+    return time_us >= SUSTAINED_US and sizes.batch * sizes.nheads * sizes.seqlen_q >= FILLING_ROWS * sms
+
+
+def _grouped_tiles(spec: Specialization) -> tuple[Tile, ...]:
+    """Those of dense calls whose heads share keys; none where heads side by side were not timed."""
+    if spec.varlen or not is_plain_forward(spec):
+        return ()
+    return GROUPED_TILES.get((spec.head_dim, spec.causal), ())
+
+
+def _grouped_sustained(spec: Specialization, sizes: Sizes) -> tuple[float, ...]:
+    """Factors of load that goes on, in which tiles of one class were timed with many keys alone."""
+    key = spec.head_dim, spec.causal
+    if key not in GROUPED_SUSTAINED:
+        return SUSTAINED.get(key, ())
+    return GROUPED_SUSTAINED[key] if sizes.seqlen_k >= GROUPED_SUSTAINED_KEYS else ()
+
+
+def _numbers(sizes: Sizes) -> tuple[int, ...]:
+    """One head, and as many side by side as suit a group; none without one, or where there are few queries."""
+    if sizes.nheads == sizes.nheads_k or sizes.seqlen_q <= ROWS:
+        return ()
+    heads = head_packing.packing_of_group(sizes)
+    return (1,) if heads == 1 else (1, heads)
+
+
 def _own(tiles: Sequence[Tile], config: Config) -> int | None:
     """The place of a config's tile among these, if it is there and has no heads side by side."""
-    if not tiles or resources.packed_heads(config) > 1:
+    return None if resources.packed_heads(config) > 1 else _place(tiles, config)
+
+
+def _place(tiles: Sequence[Tile], config: Config) -> int | None:
+    """The same whatever heads are side by side."""
+    if not tiles:
         return None
     shape = config.integer("warpgroups"), config.integer("block_n")
     return next((number for number, tile in enumerate(tiles) if (tile.warpgroups, tile.block_n) == shape), None)

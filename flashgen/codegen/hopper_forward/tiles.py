@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flashgen.codegen import head_packing
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import KnobValue
 
@@ -32,6 +33,7 @@ class Tile:
             Packed sequences do not ask for it.
         packed: what a step of packed sequences takes over that of a dense call.
         with_heads: the same where several heads are side by side.
+        grouped: what a step of a dense call takes where several heads are, over that with one.
     """
 
     warpgroups: int
@@ -46,20 +48,22 @@ class Tile:
     margin: float = 0.0
     packed: float = 1.0
     with_heads: float = 1.0
+    grouped: float = 1.0
 
-    def time(self, sizes: Sizes, sm_count: int, *, causal: bool) -> float:
-        """What the CTAs of these sizes are expected to take."""
-        rows, heads = 64 * self.warpgroups, sizes.batch * sizes.nheads
-        tiles, slots = -(-sizes.seqlen_q // rows), sm_count * self.blocks_per_sm
+    def time(self, sizes: Sizes, sm_count: int, *, causal: bool, packed_heads: int = 1) -> float:
+        """What the CTAs of these sizes are expected to take, with so many heads of a group side by side."""
+        tiles = head_packing.tiles(sizes, 64 * self.warpgroups, packed_heads)
+        slots = sm_count * self.blocks_per_sm
+        step = self.step * self.grouped if packed_heads > 1 else self.step
         longest = -(-sizes.seqlen_k // self.block_n) + self.overhead
         if causal:
-            step = self.step * self._slower(sizes.seqlen_q, sizes.seqlen_k)
-            if tiles * heads <= slots:
-                return step * longest * self._pace(tiles * heads / sm_count)
-            mean = self._mean(sizes.seqlen_q, sizes.seqlen_k)
-            return step * max(self.lone * longest, mean * (tiles * heads / slots + self.tail))
-        waves, rest = divmod(tiles * heads, slots)
-        return self.step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
+            step *= self._slower(sizes.seqlen_q, sizes.seqlen_k)
+            if tiles <= slots:
+                return step * longest * self._pace(tiles / sm_count)
+            mean = self._mean(sizes.seqlen_q, sizes.seqlen_k, packed_heads)
+            return step * max(self.lone * longest, mean * (tiles / slots + self.tail))
+        waves, rest = divmod(tiles, slots)
+        return step * longest * (waves + (self._pace(-(-rest // sm_count)) if rest else 0.0))
 
     def packed_time(
         self, lengths: Lengths, heads: float, sm_count: int, *, causal: bool, packed_heads: int = 1
@@ -208,7 +212,10 @@ _UP_TO_128: Mapping[bool, tuple[_Shape, ...]] = {
 SHARED_COLUMNS = 80
 """Of heads up to which two CTAs of two warpgroups find registers on an SM."""
 
-CONSTANTS: Mapping[tuple[int, bool], tuple[tuple[float, float, float, float, float], ...]] = {
+Constants = tuple[tuple[float, float, float, float, float], ...]
+"""Step, overhead, lone, tail and before of each tile of a class."""
+
+CONSTANTS: Mapping[tuple[int, bool], Constants] = {
     (40, False): (
         (1.545, 1, 0.4, 0, 0),
         (1.106, 2, 1, 0, 0),
@@ -275,7 +282,28 @@ CONSTANTS: Mapping[tuple[int, bool], tuple[tuple[float, float, float, float, flo
     (128, False): ((0.922, 3, 0.6, 0, 0), (1.405, 2, 1, 0, 0), (0.991, 4, 1, 0, 0)),
     (128, True): ((0.944, 4, 0.6, 0, 0.3), (1.304, 2, 1, 0.5, 0.2), (0.955, 4, 1, 0.5, 0.1)),
 }
-"""Step, overhead, lone, tail and before of each tile of a class: what `benchmarks.tiles --fit` makes of times."""
+"""What `benchmarks.tiles --fit` makes of times."""
+
+GROUPED_CONSTANTS: Mapping[tuple[int, bool], Constants] = {
+    (128, True): ((0.993, 1, 0.8, 0.25, 0), (1.536, 1, 1, 0, 0), (0.948, 3, 1, 0.25, 0)),
+}
+"""The same of a class whose tiles take another time where heads share keys: what `benchmarks.packed_heads --fit` makes.
+
+With several waves of short CTAs an SM has always one to begin with, whose keys the L2 cache holds: tiles of one
+warpgroup take 0.6 of what `CONSTANTS` say with 100 queries, and 0.9 of it with 3000.
+"""
+
+GROUPED: Mapping[tuple[int, bool], tuple[float, ...]] = {
+    (64, False): (1.016, 1.013, 1.024, 1.054, 1.047),
+    (64, True): (1.087, 1.072, 1.211, 1.330),
+    (128, False): (1.026, 1.013, 1.056),
+    (128, True): (1.075, 1.157, 1.268),
+}
+"""What a step of each tile takes with several heads side by side, over that with one: likewise.
+
+Under a causal mask a tile has fewer positions than a step has keys, so that one block is masked of fewer; and those
+that leave out what is hidden from a warpgroup (`hidden_blocks`) cannot do so.
+"""
 
 SUSTAINED_US = 100.0
 """What a launch is expected to take from which on load that goes on is what counts, with factors of its own.
@@ -298,6 +326,12 @@ SUSTAINED: Mapping[tuple[int, bool], tuple[float, ...]] = {
 """Times of the tiles of a class in long windows over what constants say: what `benchmarks.sustained_tiles` fits."""
 
 
+GROUPED_SUSTAINED: Mapping[tuple[int, bool], tuple[float, ...]] = {(128, True): (0.974, 0.994, 1.115)}
+"""The same of tiles with `GROUPED_CONSTANTS`, where queries see `GROUPED_SUSTAINED_KEYS` or more."""
+
+GROUPED_SUSTAINED_KEYS = 2048
+"""The fewest that they were fitted to: with 1050 keys and 0.33 ms constants are within 5% without them."""
+
 PACKED: Mapping[tuple[int, bool], tuple[tuple[float, float], ...]] = {
     (128, True): ((1.0, 0.75), (1.06, 1.0), (1.0, 1.0)),
 }
@@ -310,13 +344,14 @@ mean, and the constants alone chose it for none: 1.05 of the best in the mean, a
 """
 
 
-def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
+def _of(head_dim: int, causal: bool, all_constants: Mapping[tuple[int, bool], Constants]) -> tuple[Tile, ...]:
     """The tiles of a class that has constants."""
     shapes = (_UP_TO_64 if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _UP_TO_128)[causal]
     if head_dim > SHARED_COLUMNS:
         shapes = tuple(shape for shape in shapes if shape.warpgroups * shape.blocks_per_sm < 4)
-    constants = CONSTANTS[head_dim, causal]
+    constants = all_constants[head_dim, causal]
     of_packed = PACKED.get((head_dim, causal), ((1.0, 1.0),) * len(constants))
+    of_grouped = GROUPED.get((head_dim, causal), (1.0,) * len(constants))
     return tuple(
         Tile(
             **shape._asdict(),
@@ -327,12 +362,21 @@ def _of(head_dim: int, causal: bool) -> tuple[Tile, ...]:
             before=before,
             packed=packed,
             with_heads=with_heads,
+            grouped=grouped,
         )
-        for shape, (step, overhead, lone, tail, before), (packed, with_heads) in zip(
-            shapes, constants, of_packed, strict=True
+        for shape, (step, overhead, lone, tail, before), (packed, with_heads), grouped in zip(
+            shapes, constants, of_packed, of_grouped, strict=True
         )
     )
 
 
-TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {each: _of(*each) for each in CONSTANTS}
+TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {each: _of(*each, CONSTANTS) for each in CONSTANTS}
 """By head dimension and whether it is causal: the tiles with which searches won, each with the rest of its config."""
+
+GROUPED_TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
+    each: tuple(replace(tile, margin=0.0) for tile in _of(*each, {**CONSTANTS, **GROUPED_CONSTANTS}))
+    if each in GROUPED_CONSTANTS
+    else TILES[each]
+    for each in GROUPED
+}
+"""The same of dense calls whose heads share keys, with one or several of them side by side."""
