@@ -103,7 +103,7 @@ def test_many_sequences(batch: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 60.0], ids=["normal", "computed again"])
-@pytest.mark.parametrize("changes", [{}, {"heads_per_group": 32}], ids=str)
+@pytest.mark.parametrize("changes", [{"packed_heads": 1}, {"packed_heads": 4}, {"heads_per_group": 32}], ids=str)
 def test_the_bits_of_a_sequence_follow_from_itself_alone(
     changes: dict[str, KnobValue], scale: float, served_by: Serve
 ) -> None:
