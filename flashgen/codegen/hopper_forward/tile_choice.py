@@ -25,6 +25,7 @@ from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
 from flashgen.codegen.hopper_forward.tiles import (
+    GROUPED_CONSTANTS,
     GROUPED_SUSTAINED,
     GROUPED_SUSTAINED_KEYS,
     GROUPED_TILES,
@@ -113,13 +114,13 @@ def grouped(spec: Specialization, config: Config, sizes: Sizes, device: Device) 
     Of a config that was measured at other sizes both stay where nothing else promises to be faster by a margin. None
     where nobody timed that, as for few queries.
     """
-    tiles, heads = _grouped_tiles(spec), _numbers(sizes)
+    tiles, heads = _grouped_tiles(spec, sizes), _numbers(sizes)
     own = _place(tiles, config)
     if own is None or not heads:
         return None
     sms, causal = device.num_sms, spec.causal
     times = {
-        (number, n): tile.time(sizes, sms, causal=causal, packed_heads=n)
+        (number, n): tile.time(sizes, sms, causal=causal, packed_heads=n) / (1 - tile.margin)
         for n in heads
         for number, tile in enumerate(tiles)
     }
@@ -141,7 +142,7 @@ def is_grouped(spec: Specialization, config: Config) -> bool:
 
 def grouped_heads(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int | None:
     """With how many heads side by side a config's own tile promises to be the fastest; None likewise."""
-    tiles, heads = _grouped_tiles(spec), _numbers(sizes)
+    tiles, heads = _grouped_tiles(spec, sizes), _numbers(sizes)
     own = _place(tiles, config)
     if own is None or not heads:
         return None
@@ -231,17 +232,28 @@ def _meets_the_limit(time_us: float, sizes: Sizes, sms: int) -> bool:
     return time_us >= SUSTAINED_US and sizes.batch * sizes.nheads * sizes.seqlen_q >= FILLING_ROWS * sms
 
 
-def _grouped_tiles(spec: Specialization) -> tuple[Tile, ...]:
-    """Those of dense calls whose heads share keys; none where heads side by side were not timed."""
+def _grouped_tiles(spec: Specialization, sizes: Sizes | None = None) -> tuple[Tile, ...]:
+    """Those of dense calls whose heads share keys; none where heads side by side were not timed.
+
+    Where most keys come before all queries they are those of all calls: constants of groups have one race of such.
+    """
+    key = spec.head_dim, spec.causal
     if spec.varlen or not is_plain_forward(spec):
         return ()
-    return GROUPED_TILES.get((spec.head_dim, spec.causal), ())
+    if sizes is not None and _is_behind(key, sizes):
+        return TILES[key]
+    return GROUPED_TILES.get(key, ())
+
+
+def _is_behind(key: tuple[int, bool], sizes: Sizes) -> bool:
+    """Whether queries lie behind as many other keys or more, in a class with constants of calls where they do not."""
+    return key in GROUPED_CONSTANTS and sizes.seqlen_k >= 2 * sizes.seqlen_q
 
 
 def _grouped_sustained(spec: Specialization, sizes: Sizes) -> tuple[float, ...]:
     """Factors of load that goes on, in which tiles of one class were timed with many keys alone."""
     key = spec.head_dim, spec.causal
-    if key not in GROUPED_SUSTAINED:
+    if key not in GROUPED_SUSTAINED or _is_behind(key, sizes):
         return SUSTAINED.get(key, ())
     return GROUPED_SUSTAINED[key] if sizes.seqlen_k >= GROUPED_SUSTAINED_KEYS else ()
 

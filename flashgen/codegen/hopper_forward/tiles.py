@@ -375,8 +375,6 @@ TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {each: _of(*each, CONSTANTS
 
 GROUPED_TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
     each: tuple(replace(tile, margin=0.0) for tile in _of(*each, {**CONSTANTS, **GROUPED_CONSTANTS}))
-    if each in GROUPED_CONSTANTS
-    else TILES[each]
     for each in GROUPED
 }
 """The same of dense calls whose heads share keys, with one or several of them side by side."""
