@@ -52,9 +52,11 @@ class Tile:
 
     def time(self, sizes: Sizes, sm_count: int, *, causal: bool, packed_heads: int = 1) -> float:
         """What the CTAs of these sizes are expected to take, with so many heads of a group side by side."""
-        tiles = head_packing.tiles(sizes, 64 * self.warpgroups, packed_heads)
+        if packed_heads == 1:  # written out: every new length asks
+            tiles, step = -(-sizes.seqlen_q // (64 * self.warpgroups)) * sizes.batch * sizes.nheads, self.step
+        else:
+            tiles, step = head_packing.tiles(sizes, 64 * self.warpgroups, packed_heads), self.step * self.grouped
         slots = sm_count * self.blocks_per_sm
-        step = self.step * self.grouped if packed_heads > 1 else self.step
         longest = -(-sizes.seqlen_k // self.block_n) + self.overhead
         if causal:
             step *= self._slower(sizes.seqlen_q, sizes.seqlen_k)
