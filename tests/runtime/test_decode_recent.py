@@ -368,3 +368,18 @@ def test_reload_while_a_step_is_launched_forgets_it(driver: FakeDriver) -> None:
     driver.launches = Reloading()
     run(driver, make(PAGED))
     assert (runs.MEMO, recent.RECENT, runs.OPEN) == ({}, {}, {})
+
+
+def test_reload_while_a_step_of_other_sizes_is_launched_forgets_it(driver: FakeDriver) -> None:
+    class Reloading(list[Launched]):
+        def append(self, one: Launched) -> None:
+            super().append(one)
+            flashgen.reload()
+
+    calls = [make(Case(lens=(300,) * batch)) for batch in (1, 2, 3)]
+    for call in calls:
+        run(driver, call)
+    assert len(runs.MEMO) == 1  # the others are new sizes of its kind
+    driver.launches = Reloading()
+    run(driver, calls[1])
+    assert (runs.MEMO, recent.RECENT, runs.OPEN) == ({}, {}, {})

@@ -20,6 +20,7 @@ from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import sdpa_backend
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
+from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.open_calls import like, view
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, qkv, tensor
@@ -166,6 +167,33 @@ def test_records_read_again_serve_new_lengths(ladder: Ladder, gpu: FakeGpu) -> N
     for rows in (48, 64):
         attend(gpu, rows, 64, causal=True)
     assert served() == tuned.replace(split_keys=True)
+
+
+def test_a_reload_that_comes_before_a_new_length_reaches_it(
+    ladder: Ladder, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another thread, for whose lock this one waits."""
+    real = serve.LOCK
+
+    class Behind:
+        """The lock, which a reload has got first."""
+
+        def __enter__(self) -> None:
+            monkeypatch.setattr(serve, "LOCK", real)
+            flashgen.reload()
+            real.acquire()
+
+        def __exit__(self, *unused: object) -> None:
+            real.release()
+
+    for rows in (48, 64, 300):
+        attend(gpu, rows, rows, causal=True)
+    tuned = config().replace(block_n=32)
+    near = Workload(batch=1, nheads=4, seqlen_q=512, head_dim=64, causal=True)
+    ladder.user(measured(near, config=tuned))
+    monkeypatch.setattr(serve, "LOCK", Behind())
+    attend(gpu, 302, 302, causal=True)
+    assert gpu.planned[-1][1] == tuned.replace(split_keys=True)
 
 
 def test_the_strides_of_what_is_like_a_tensor_are_those_that_torch_gives_it() -> None:

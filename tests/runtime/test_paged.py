@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,24 @@ def test_steps_of_decoding_have_launches_of_their_own(driver: FakeDriver) -> Non
     assert values["AlibiSlopes"] == named["alibi_slopes"].data_ptr()
     assert (values["stride_qb"], values["stride_ob"]) == (call.q.stride(0), out.stride(0))
     assert (out.shape, lse.shape) == ((54, 4, 32), (4, 54))
+
+
+def test_a_reload_while_a_thread_asks_how_steps_are_launched_forgets_the_answer(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, threads = mixed._is_apart, list[threading.Thread]()
+
+    def is_apart(*given: Any) -> bool:
+        found = real(*given)
+        threads.append(threading.Thread(target=flashgen.reload))
+        threads[-1].start()
+        threads[-1].join(0.2)  # what is not held back is done by then
+        return found
+
+    monkeypatch.setattr(mixed, "_is_apart", is_apart)
+    run(driver, paged(CHUNKS, 16), num_decodes=2)
+    threads[0].join()
+    assert not mixed.APART
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatched"])

@@ -74,6 +74,27 @@ def test_nor_does_training(keys: list[Any]) -> None:
     assert len(keys) > made
 
 
+@pytest.mark.parametrize(("attend", "module"), [(flashgen.attention, forward), (train, backward)])
+def test_a_reload_between_the_memo_and_what_is_found_sooner_forgets_both(
+    attend: Any, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another thread: the record of before would serve calls like this one until the next reload."""
+
+    def remembered(key: tuple[Any, ...]) -> Any:
+        found = serve.MEMO.get(key)
+        flashgen.reload()
+        return found
+
+    for known in (1, 2):  # the first such call, and one that was found sooner before
+        for _ in range(known):
+            attend(*inputs())
+        recent.RECENT.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_remembered", remembered)
+            attend(*inputs())
+        assert not recent.RECENT
+
+
 def _swapped(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -19,7 +19,7 @@ from flashgen.launch.allocation import empty_on_current
 from flashgen.launch.decode_numbers import DecodeShape, Strides, strides_of
 from flashgen.launch.decode_plan import Launch
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
-from flashgen.runtime.decode.recent import Again, Kind, Ready, Result, Tensors, question
+from flashgen.runtime.decode.recent import RECENT, Again, Kind, Ready, Result, Tensors, question
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE
 from flashgen.runtime.ops.outputs import empty_output
@@ -105,6 +105,8 @@ class _Open:
             run(sized, pointers, out, True)
             if not is_new:
                 ready.remember(kind, tensors, out, lse)
+                if again not in OPEN.get(kind, ()):  # forgotten while it was launched: nor may it be found sooner
+                    RECENT.pop(kind, None)
             return out if lse is None else (out, lse)
 
         return again

@@ -233,8 +233,8 @@ def _remembered(
 def forget() -> None:
     """Forget every launch; kernels stay."""
     MEMO.clear()
-    RECENT.clear()
     OPEN.clear()
+    RECENT.clear()  # last: what is remembered meanwhile is seen to be forgotten in the others
 
 
 serve.FORGETTING.append(forget)

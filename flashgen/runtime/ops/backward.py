@@ -116,7 +116,7 @@ def attention_backward_kernel(  # noqa: C901, PLR0912 - in one piece, as `attent
     if run is None:
         run = prepared(key, (q, k, v), out, dout, (lse, dlse), flags, features)
     elif features is None:
-        remember(flags, (q, k, v, out, dout), run)
+        remember(key, (q, k, v, out, dout), run)
     found: tuple[Tensor | None, ...] = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, features)
     return found
 

@@ -106,7 +106,7 @@ def attention_kernel(
     if run is None:
         run = prepared(key, q, k, v, flags)
     else:
-        remember(flags, (q, k, v), run)
+        remember(key, (q, k, v), run)
     return run(q, k, v, softmax_scale, offset)
 
 

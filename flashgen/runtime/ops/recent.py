@@ -54,30 +54,36 @@ def question(tensors: Tensors, sizes: Any = None, strides: Any = None) -> Fits |
     return fits if fits(*tensors) else None  # a tensor that stands for two arguments never does
 
 
-def remember(flags: int, tensors: Tensors, run: Any) -> None:
+def remember(key: tuple[Any, ...], tensors: Tensors, run: Any) -> None:
     """Let calls like one that the memo has served be found in `RECENT`.
 
     Not the first call of its kind: a length that never comes back would pay for it.
 
     Args:
-        flags: of the key, which say what is asked of the tensors, and how they are aligned.
+        key: of the memo; its flags say what is asked of the tensors, and how they are aligned.
         tensors: those that the key is made of.
         run: what the memo holds for it.
     """
+    flags = key[0]
     entry = _ENTRIES.get(run)
     # the same layouts may be other tensors to torch, as those of inference mode
-    if (entry is None and run not in _ENTRIES) or (entry is not None and not entry[0](*tensors)):
+    is_new = (entry is None and run not in _ENTRIES) or (entry is not None and not entry[0](*tensors))
+    if is_new:
         if len(_ENTRIES) >= serve.MEMO_LIMIT:
             _forget()
         fits = question(tensors)
         entry = _ENTRIES[run] = None if fits is None else (fits, run)
     if entry is not None:
         RECENT[flags] = (entry, *RECENT.get(flags, NOTHING)[: MOST_LAYOUTS - 1])
+    # forgotten by another thread since the memo was asked: nor may it be found sooner
+    if (serve.MEMO.get(key) is not run) if is_new else (run not in _ENTRIES):
+        _forget()
 
 
 def _forget() -> None:
-    RECENT.clear()
+    """Forget what serves before where it is found, so that what is remembered meanwhile is seen to be forgotten."""
     _ENTRIES.clear()
+    RECENT.clear()
 
 
 serve.FORGETTING.append(_forget)

@@ -190,11 +190,11 @@ def prepare_open(open_key: tuple[Any, ...], key: tuple[Any, ...], *given: Any) -
         key: of the call, in the memo.
         given: what `OpenCall.run` or `OpenBackwardCall.run` takes beside it.
     """
-    found = _OPEN.get(open_key)
-    if found is None:
+    if open_key not in _OPEN:
         return None
     with LOCK:
-        run = found.run(key, *given)
+        found = _OPEN.get(open_key)  # asked within: a `reload` may have come first
+        run = None if found is None else found.run(key, *given)
         if run is not None:
             _keep(key, run)
         return run

@@ -73,10 +73,11 @@ def attend_mixed(
     key += feature_key(features)
     apart = APART.get(key)
     if apart is None:
-        apart = _is_apart(q, k, v, causal, num_decodes, features)
-        if len(APART) >= MEMO_LIMIT:
-            APART.clear()
-        APART[key] = apart
+        with serve.LOCK:  # what `reload` forgets while this thread asks would else be remembered behind it
+            apart = _is_apart(q, k, v, causal, num_decodes, features)
+            if len(APART) >= MEMO_LIMIT:
+                APART.clear()
+            APART[key] = apart
     if not apart:
         given = (causal, softmax_scale, True, None, None, features, WITH_LSE if return_lse else 0)
         return ops.attention_features_kernel(q, k, v, *given)
