@@ -266,6 +266,11 @@ def _connected(address: str) -> Any:
         raise MeasureError(
             f"tuning on a cluster needs ray, and it is not here: pip install 'flashgen[ray]' ({error})"
         ) from error
+    if ray.is_initialized():  # by a program around this run, whose actors would end with a connection of its own
+        raise MeasureError(
+            f"a run connects to a Ray cluster by itself, got {shown(address)} in a process that is connected already: "
+            "call ray.shutdown() first, or tune in a process of its own"
+        )
     before = signal.getsignal(signal.SIGTERM)
     try:
         own = {"object_store_memory": LOCAL_STORE_BYTES} if address == LOCAL else {}

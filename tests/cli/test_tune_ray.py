@@ -13,10 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -336,6 +336,28 @@ def test_ray_that_is_not_installed_is_said(invoke: Invoke, monkeypatch: pytest.M
     result = invoke("tune", "--ray", "auto", "--shape", SHAPE)
     assert result.exit_code == 1
     assert "needs ray, and it is not here: pip install 'flashgen[ray]'" in result.output
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch, *, is_initialized: bool, init: Callable[..., None]) -> list[str]:
+    """A module ray; what is ended of it."""
+    ended: list[str] = []
+    ray = ModuleType("ray")
+    ray.__dict__.update(
+        is_initialized=lambda: is_initialized,
+        init=init,
+        shutdown=lambda: ended.append("shutdown"),
+        exceptions=SimpleNamespace(RayError=KeyError),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return ended
+
+
+def test_a_program_that_is_connected_to_ray_stays_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = _stand_in(monkeypatch, is_initialized=True, init=lambda **how: pytest.fail("it connects again"))
+    result = invoke("tune", "--ray", "local", "--shape", SHAPE)
+    assert result.exit_code == 1
+    assert "in a process that is connected already: call ray.shutdown() first" in result.output
+    assert not ended
 
 
 def test_what_a_limit_leaves_is_said_and_is_no_interrupt(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
