@@ -341,6 +341,8 @@ def _ready(opened: Sequence[RayStation]) -> list[RayStation]:
 
 
 def _reason(error: BaseException) -> str:
-    """The last line, which has the reason, up to details of Ray's own processes."""
+    """The last line, which has the reason, up to details of Ray's own processes; of other versions all lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Version mismatch"):
+        return " ".join(lines)
     return " ".join(lines[-1:]).partition(" Worker exit type")[0] or type(error).__name__

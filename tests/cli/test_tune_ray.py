@@ -360,6 +360,20 @@ def test_a_program_that_is_connected_to_ray_stays_so(invoke: Invoke, monkeypatch
     assert not ended
 
 
+def test_a_cluster_of_another_ray_is_named_with_both_versions(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**how: object) -> None:
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.11.7\n"
+            "This process on node-1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
+        )
+
+    ended = _stand_in(monkeypatch, is_initialized=False, init=init)
+    result = invoke("tune", "--ray", "auto", "--shape", SHAPE)
+    assert result.exit_code == 1
+    assert "The cluster was started with: Ray: 2.9.0 Python: 3.11.7 This process on node-1" in result.output
+    assert ended == ["shutdown"]
+
+
 def test_what_a_limit_leaves_is_said_and_is_no_interrupt(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     def ends_early(request: runs.Request, address: str, on_event: runs.OnStationEvent) -> tuple[RunFinished, ...]:
         on_event("", RunStarted(device=LARGE, workloads=request.workloads, measured=True))
