@@ -7,6 +7,7 @@ gone is asked for a sign of life; without one it counts as lost. Every wait has 
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import threading
@@ -38,6 +39,7 @@ LOCAL = "local"
 LOCAL_STORE_BYTES = 2**27
 """Ray would take a third of the memory for large objects, and here are none."""
 
+_PORT = re.compile("[0-9]{1,5}")
 PORT_S = 5.0
 START_S = 60.0
 """How long an actor may take to be placed on a GPU and to answer; what is used by others is left to them."""
@@ -291,14 +293,14 @@ def _check_port(address: str) -> None:
     if address in (LOCAL, "auto"):
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or "/" in host:
+    if not host or "/" in host or not _PORT.fullmatch(port) or not 0 < int(port) < 2**16:
         raise MeasureError(
             f"the address of a Ray cluster is host:port, auto or {LOCAL}, and this machine is one of its nodes; "
             f"got {shown(address)}"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PORT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of what is no name of a machine
         raise MeasureError(f"no Ray cluster answers at {shown(address)}: {error}") from error
 
 

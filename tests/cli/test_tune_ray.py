@@ -322,6 +322,9 @@ def test_a_cluster_without_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         ("ray://head:10001", "host:port, auto or local"),
         ("head", "host:port, auto or local"),
         ("head:0", "host:port, auto or local"),
+        ("head:\u0666\u0663", "host:port, auto or local"),
+        (f"head:{'1' * 5000}", "host:port, auto or local"),
+        ("node..cluster:6379", "no Ray cluster answers at 'node..cluster:6379'"),
         ("127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
     ],
 )
