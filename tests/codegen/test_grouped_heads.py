@@ -139,6 +139,15 @@ def test_a_config_with_heads_side_by_side_has_one_at_lengths_that_fill_its_tiles
     assert fitted(packed, spec, LONG, H200)["packed_heads"] == 1
 
 
+@pytest.mark.parametrize("key", ["d128-causal", "d128", "d64-causal"])
+@pytest.mark.parametrize("sizes", [SHORT, LONG, LONG._replace(batch=2, nheads=128, seqlen_q=13963, seqlen_k=13963)])
+def test_a_config_whose_ctas_share_keys_does_so_where_few_tiles_ask_for_it_alone(key: str, sizes: Sizes) -> None:
+    spec = Specialization.parse(f"fwd-bf16-{key}")
+    for tile in TILES[spec.head_dim, spec.causal]:
+        alone = tile_choice.with_tile(spec, default_config(spec, H200), tile, H200)
+        assert balanced(alone.replace(split_keys=True), spec, sizes, H200) == balanced(alone, spec, sizes, H200)
+
+
 def test_a_search_has_tiles_with_one_head_and_with_several() -> None:
     found = {config["packed_heads"] for config in _hopper("b32-h32-hk8-s300-d128-causal")}
     assert found == {1, 4}

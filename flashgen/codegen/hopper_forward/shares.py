@@ -41,7 +41,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     if grouped is not None:
         tile, heads = grouped
         alone = config if tile is None else tile_choice.with_tile(spec, config, tile, device)
-        found = defaults.with_heads(spec, alone, heads, device)
+        found = with_shares(defaults.with_heads(spec, alone, heads, device), False)
     return tile_order.ordered(spec, short_queries.narrowed(spec, found, sizes, device), sizes, device)
 
 
