@@ -148,6 +148,14 @@ def test_a_config_whose_ctas_share_keys_does_so_where_few_tiles_ask_for_it_alone
         assert balanced(alone.replace(split_keys=True), spec, sizes, H200) == balanced(alone, spec, sizes, H200)
 
 
+def test_a_config_that_keeps_its_tile_and_its_heads_keeps_its_groups() -> None:
+    spec, sizes = Specialization.parse("fwd-bf16-d128-causal"), SHORT._replace(batch=64)
+    tile = balanced(default_config(spec, H200), spec, sizes, H200)
+    assert tile["packed_heads"] == 4
+    for heads in (2, 8, 32):
+        assert balanced(tile.replace(heads_per_group=heads), spec, sizes, H200)["heads_per_group"] == heads
+
+
 def test_a_search_has_tiles_with_one_head_and_with_several() -> None:
     found = {config["packed_heads"] for config in _hopper("b32-h32-hk8-s300-d128-causal")}
     assert found == {1, 4}

@@ -26,7 +26,7 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with the tile, its order and the shares that fill the SMs at these."""
-    heads = resources.packed_heads(config)
+    measured, heads = config, resources.packed_heads(config)
     if spec.varlen and sizes.sequences:
         heads = head_packing.packing_of_sequences(sizes) if rules.may_pack_sequences(spec) else 1
         config = defaults.with_heads(spec, config, 1, device)
@@ -40,8 +40,11 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
         return shared if split_keys(shared) else found
     if grouped is not None:
         tile, heads = grouped
-        alone = config if tile is None else tile_choice.with_tile(spec, config, tile, device)
-        found = with_shares(defaults.with_heads(spec, alone, heads, device), False)
+        if tile is not None:
+            config = tile_choice.with_tile(spec, config, tile, device)
+        elif heads == resources.packed_heads(measured):
+            config = measured  # with its groups of heads, of which fewer would be left by way of one head a tile
+        found = with_shares(defaults.with_heads(spec, config, heads, device), False)
     return tile_order.ordered(spec, short_queries.narrowed(spec, found, sizes, device), sizes, device)
 
 
