@@ -16,8 +16,9 @@ from benchmarks.packed_heads import fit, grouped_configs, losses, times_of
 from benchmarks.search_files import read
 from flashgen.codegen.families import balanced, beside, default_config, fitted, invalid
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.head_packing import packing_of_group
+from flashgen.codegen.head_packing import SEQUENCE_HEADS, packing_of_group
 from flashgen.codegen.hopper_forward import tile_choice
+from flashgen.codegen.hopper_forward.defaults import with_heads
 from flashgen.codegen.hopper_forward.tiles import GROUPED_CONSTANTS, GROUPED_TILES, TILES
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization, Workload
@@ -154,6 +155,19 @@ def test_a_config_that_keeps_its_tile_and_its_heads_keeps_its_groups() -> None:
     assert tile["packed_heads"] == 4
     for heads in (2, 8, 32):
         assert balanced(tile.replace(heads_per_group=heads), spec, sizes, H200)["heads_per_group"] == heads
+
+
+@pytest.mark.parametrize("key", GROUPED_TILES)
+@pytest.mark.parametrize("heads", SEQUENCE_HEADS[1:])
+def test_what_serves_few_queries_is_beside_a_config_with_heads_side_by_side(key: tuple[int, bool], heads: int) -> None:
+    spec = Specialization.parse(f"fwd-bf16-d{key[0]}" + ("-causal" if key[1] else ""))
+    config = with_heads(spec, default_config(spec, H200), heads, H200)
+    assert config["packed_heads"] == heads
+    known = {config, *beside(config, spec, H200)}
+    for rows in (1, 10, 23, 32, 54, 64):
+        for keys in (rows, 16566):
+            for nheads in (5, 8, 16, 62):
+                assert balanced(config, spec, Sizes(2, nheads, 1, rows, keys), H200) in known
 
 
 def test_a_search_has_tiles_with_one_head_and_with_several() -> None:

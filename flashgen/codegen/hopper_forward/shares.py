@@ -69,8 +69,10 @@ def _with_any_heads(spec: Specialization, config: Config, device: Device) -> tup
     if not (spec.varlen or tile_choice.is_grouped(spec, config)):
         return (config, *tile_choice.others(spec, config, device))
     alone = defaults.with_heads(spec, config, 1, device)
-    heads = SEQUENCE_HEADS if rules.may_pack_sequences(spec) else (1,)
     tiles = (alone, *tile_choice.others(spec, alone, device))
+    if not spec.varlen:
+        return (config, *tiles)  # few queries have the heads that it was measured with
+    heads = SEQUENCE_HEADS if rules.may_pack_sequences(spec) else (1,)
     return tuple(defaults.with_heads(spec, tile, number, device) for tile in tiles for number in heads)
 
 
