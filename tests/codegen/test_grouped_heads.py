@@ -8,11 +8,12 @@ were not fitted to.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.packed_heads import fit, grouped_configs, losses, times_of
+from benchmarks.packed_heads import fit, grouped_configs, losses, shape_of, times_of
 from benchmarks.search_files import read
 from flashgen.codegen.families import balanced, beside, default_config, fitted, invalid
 from flashgen.codegen.family import Sizes
@@ -168,6 +169,15 @@ def test_what_serves_few_queries_is_beside_a_config_with_heads_side_by_side(key:
         for keys in (rows, 16566):
             for nheads in (5, 8, 16, 62):
                 assert balanced(config, spec, Sizes(2, nheads, 1, rows, keys), H200) in known
+
+
+@pytest.mark.parametrize("key", [each for each in GROUPED_TILES if each[1]])
+def test_calls_with_an_offset_on_the_gpu_have_the_tiles_that_are_chosen(key: tuple[int, bool]) -> None:
+    plain = Specialization.parse(f"fwd-bf16-d{key[0]}-causal")
+    spec = replace(plain, offset_tensor=True)
+    for sizes in (SHORT, LONG, Sizes(26, 48, 8, 581, 581), Sizes(4, 284, 4, 366, 366)):
+        tiles = [shape_of(balanced(default_config(each, H200), each, sizes, H200)) for each in (plain, spec)]
+        assert tiles[0] == tiles[1]
 
 
 def test_a_search_has_tiles_with_one_head_and_with_several() -> None:

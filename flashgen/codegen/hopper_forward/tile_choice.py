@@ -283,8 +283,9 @@ def _place(tiles: Sequence[Tile], config: Config) -> int | None:
 def with_tile(spec: Specialization, config: Config, tile: Tile, device: Device) -> Config:
     """A config with another tile and what goes with it; as it is where that is not valid."""
     knobs = dict(tile.knobs)
-    if spec.varlen and spec.causal:
-        knobs["masked_blocks"] = "branch"  # each sequence has a diagonal of its own, which no one block holds
+    if spec.causal and (spec.varlen or spec.offset_tensor):
+        # each sequence has a diagonal of its own, and an offset on the GPU any: no one block holds it
+        knobs["masked_blocks"] = "branch"
     shape = {"warpgroups": tile.warpgroups, "block_n": tile.block_n, "blocks_per_sm": tile.blocks_per_sm}
     found = config.replace(**{**knobs, **shape})
     return found if rules.invalid(spec, found, device) is None else config
