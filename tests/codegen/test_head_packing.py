@@ -27,7 +27,9 @@ from flashgen.codegen.head_packing import (
     tiles,
 )
 from flashgen.codegen.hopper_forward import resources as hopper_resources
+from flashgen.codegen.hopper_forward import tile_choice
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.hopper_forward.tiles import TILES
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
@@ -144,6 +146,21 @@ def test_a_config_for_other_sequences_is_packed_as_these_ask_for(key: str) -> No
             assert one == default or one in families.beside(default, spec, H200)
     packed = families.balanced(default, spec, sizes(4096, 4)._replace(sequences=64, max_seqlen_q=256), H200)
     assert families.fitted(packed, spec, sizes(64, 1), H200)["packed_heads"] == 1, "of a group of one none are packed"
+
+
+@pytest.mark.parametrize("key", ["fwd-bf16-d128-causal-varlen", "fwd-bf16-d64-varlen", "fwd-bf16-d64-causal-varlen"])
+@pytest.mark.parametrize("changes", [{}, {"heads_per_group": 16}, {"packed_heads": 4, "heads_per_group": 8}])
+def test_what_is_packed_is_beside_every_tile(key: str, changes: dict[str, int]) -> None:
+    """One that stays has what goes with the tile, as others have."""
+    spec = Specialization.parse(key)
+    for tile in TILES[spec.head_dim, spec.causal]:
+        config = tile_choice.with_tile(spec, HOPPER_FORWARD.default(spec, H200), tile, H200)
+        config = config.replace(**changes if spec.causal else {**changes, "heads_per_group": 1})
+        if families.invalid(config, spec, H200) is None:
+            able = {config, *families.beside(config, spec, H200)}
+            for rows, group in itertools.product((32, 128, 400, 900), (2, 4, 8, 24)):
+                case = sizes(32 * rows, group)._replace(sequences=32, max_seqlen_q=2 * rows, max_seqlen_k=2 * rows)
+                assert families.balanced(config, spec, case, H200) in able
 
 
 def test_what_is_packed_is_near_the_best_of_races() -> None:

@@ -169,7 +169,9 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
     own = _own(tiles, config)
     if own is None:
         return ()
-    found = (with_tile(spec, config, tile, device) for number, tile in enumerate(tiles) if number != own)
+    # of packed sequences with heads side by side its own tile, too, has what goes with it
+    able = (tile for number, tile in enumerate(tiles) if number != own or rules.may_pack_sequences(spec))
+    found = (with_tile(spec, config, tile, device) for tile in able)
     return tuple(other for other in found if other != config)
 
 
