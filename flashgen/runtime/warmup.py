@@ -27,6 +27,9 @@ MANY_KEYS = 1 << 17
 MANY_ROWS, MANY_BATCHES = 8192, 33
 """Numbers beyond which a tile or a batch element more changes little; up to powers of two."""
 
+KEY_STEPS = 4
+"""Numbers of keys in each factor of two, for calls with more of them than queries, as a chunk of a prompt has."""
+
 MANY_WAVES = 8
 """Waves of tiles beyond which one that is not full changes little."""
 
@@ -189,8 +192,9 @@ def _at_lengths(workload: Workload, spec: Specialization, device: Device) -> Ite
     waves = (device.num_sms * wave // sizes.nheads for wave in range(1, MANY_WAVES + 1))
     counts = (*range(1, MANY_BATCHES), *_powers_to(sizes.batch), sizes.batch, *waves)
     batches = {batch for batch in counts if 0 < batch <= sizes.batch}
+    chunks, steps = {sizes.seqlen_q, *_powers_to(sizes.seqlen_q)}, _steps_to(sizes.seqlen_k)
     for batch, rows in itertools.product(batches, lengths):
-        for keys in {rows, sizes.seqlen_k}:
+        for keys in {rows, sizes.seqlen_k, *(steps if rows in chunks else ())}:
             at = sizes._replace(batch=batch, seqlen_q=rows, seqlen_k=keys)
             config = lookup.config(at, generated_only=True, has_own_offset=True)
             if config is not None:
@@ -285,6 +289,11 @@ def _other_tiles(configs: set[Config], workload: Workload, spec: Specialization,
 def _powers_to(size: int) -> list[int]:
     """Powers of two up to the first one that is not below a size."""
     return [2**exponent for exponent in range(max(size - 1, 0).bit_length() + 1)]
+
+
+def _steps_to(keys: int) -> list[int]:
+    """Numbers up to one in `KEY_STEPS` equal factors for each factor of two."""
+    return sorted({int(keys / 2 ** (number / KEY_STEPS)) for number in range(KEY_STEPS * keys.bit_length())} - {0})
 
 
 def _by_decoding(

@@ -113,6 +113,24 @@ def test_a_batch_that_just_fills_a_wave_does_not_compile_after_a_warm_up(monkeyp
     assert len({found[batch] for batch in (21, 22, 23)}) == 3
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["b1-h20-hk4-sq512-sk8192-d96-causal", "b4-h12-hk2-sq2048-sk8192-d64-causal", "fp16-b2-h56-sq1024-sk8192-d80"],
+)
+def test_no_chunk_over_fewer_keys_compiles_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """With the records that ship: keys of a chunk of a prompt grow with what came before it."""
+    most = Workload.parse(key)
+    spec = Specialization.of(most, offset_tensor=most.causal)
+    with Layers.open(None) as layers:
+        records = Records(layers)
+        monkeypatch.setattr(serve, "records", lambda: records)
+        ready, draw = warmup._reachable(most, spec, H200, None), random.Random(key)
+        shapes = [most.with_shape(seqlen_k=keys, batch=draw.randint(1, most.batch)) for keys in range(16, 8193, 16)]
+        served = {resolve(shape, spec, H200, records).config for shape in shapes}
+    assert served <= ready
+    assert len(served) > 2
+
+
 @pytest.mark.parametrize("key", ["b64-h16-tq16384-s512-d64-varlen", "b48-h12-tq20000-s3000-d128-causal-varlen"])
 def test_no_packed_batch_compiles_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """With the records that ship: which tile serves depends on sequences, their rows and bounds."""
