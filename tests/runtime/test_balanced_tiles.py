@@ -53,6 +53,19 @@ def test_explain_says_why_the_record_s_config_does_not_serve(ladder: Ladder) -> 
     assert "another tile" not in str(explain(far, far.specialization, H200, ladder.records()))
 
 
+def test_explain_says_how_many_heads_are_side_by_side(ladder: Ladder) -> None:
+    short = Workload.parse("b32-h32-hk8-s300-d128")
+    spec, long = short.specialization, replace(short, seqlen_q=4096, seqlen_k=4096)
+    for own, served, what in (
+        ((2, 128, 1), short, "with another tile and 4 heads that share keys side by side in it, which is"),
+        ((3, 64, 1), short, "with 4 heads that share keys side by side in a tile, which is"),
+        ((2, 128, 4), long, "with one head in a tile, which is"),
+    ):
+        knobs = dict(zip(("warpgroups", "block_n", "packed_heads"), own, strict=True))
+        ladder.user(measured(replace(short, batch=2), config=DEFAULT.replace(**knobs)))
+        assert what in str(explain(served, spec, H200, ladder.records())), own
+
+
 def test_explain_says_which_knob_is_another_one(ladder: Ladder) -> None:
     causal = Workload.parse("b4-h16-s4096-d128-causal")
     few = Workload.parse("b2-h3-s5696-d128-causal")

@@ -164,7 +164,8 @@ class Explanation:
 
 _COPIES = "q, k and v are not aligned to 16 bytes: kernels get copies of them, with rows of multiples of 16 bytes"
 
-GROUP = "heads_per_group"
+GROUP, HEADS = "heads_per_group", "packed_heads"
+TILE = ("warpgroups", "block_n")
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 _WITH_OTHER_TILE = "with another tile, which is expected to take less time at these sizes: the config above"
@@ -191,6 +192,11 @@ def _with_what(measured: Config, balanced_config: Config) -> str:
         return _WITH_OTHER_FAMILY
     known = dict(measured.knobs)
     changed = [knob for knob, value in balanced_config.knobs if known.get(knob) != value]
+    if HEADS in changed:
+        number = balanced_config.integer(HEADS)
+        heads = f"{number} heads that share keys side by side" if number > 1 else "one head"
+        what = f"another tile and {heads} in it" if set(TILE) & set(changed) else f"{heads} in a tile"
+        return f"with {what}, which is expected to take less time at these sizes: the config above"
     if changed == [GROUP] and balanced_config.integer(GROUP) < measured.integer(GROUP):
         return _WITH_SMALLER_GROUPS
     if not all(knob in _WITH_KNOBS for knob in changed):
