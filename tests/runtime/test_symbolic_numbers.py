@@ -13,6 +13,7 @@ import flashgen
 from flashgen.core.errors import WorkloadError
 from flashgen.flash_attn import flash_attn_func, flash_attn_varlen_func
 from flashgen.runtime.ops import serve
+from tests.tiers import every
 
 pytestmark = pytest.mark.usefixtures("gpu", "fresh_compiler")
 
@@ -62,7 +63,7 @@ SERVED: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "pages", "mixed"])
+@pytest.mark.parametrize("name", every(2, [*TRAINED, "pages", "mixed"]))
 def test_torch_compile_makes_one_graph_for_all_numbers(name: str) -> None:
     graphs = []
 
@@ -91,7 +92,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", [*TRAINED, *SERVED])
+@pytest.mark.parametrize("name", every(2, [*TRAINED, *SERVED]))
 def test_torch_export_has_sizes_in_the_place_of_numbers(name: str, strict: bool) -> None:
     x, length = torch.randn(8, 2, 16, requires_grad=name in TRAINED), torch.zeros(9)
     sizes = {"x": None, "length": {0: torch.export.Dim("length", min=5, max=100)}}

@@ -17,6 +17,7 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.launch import plan
 from tests.fakes.gpu import MARK, EmulatedGpu
 from tests.runtime.training import FEATURES, SQ, B, D, H, leaf, qkv
+from tests.tiers import every
 
 pytestmark = pytest.mark.usefixtures("emulated", "fresh_compiler")
 
@@ -226,7 +227,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], Any], torch.Tensor], An
 
 @pytest.mark.filterwarnings("ignore")  # what torch says of its own tracing
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("call", [*CALLS[:4], decodes, appends])
+@pytest.mark.parametrize("call", every(2, [*CALLS[:4], decodes, appends]))
 def test_no_transform_is_compiled_that_may_ask_for_a_gradient(
     call: Callable[[torch.Tensor], Any], transform: str
 ) -> None:
