@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks import tiles
 from benchmarks.search_bench import raced
 from benchmarks.search_files import read
-from benchmarks.tile_races import COLUMNS, add_race_arguments, race_all
-from flashgen.codegen.families import balanced
+from benchmarks.tile_races import COLUMNS, ByClass, add_race_arguments, losses_of, race_all, rows_of, times_by_class
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_packing import SEQUENCE_HEADS, packing_of_group
 from flashgen.codegen.hopper_forward.defaults import with_heads
@@ -29,7 +27,6 @@ from flashgen.codegen.hopper_forward.tile_order import ordered
 from flashgen.codegen.hopper_forward.tiles import GROUPED_CONSTANTS, TILES, Tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
-from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import Executor, specialization
 from flashgen.tuning.compile_pool import Compiler
@@ -116,22 +113,12 @@ def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dic
     outcomes = raced(
         executor, compiler, workload, ours.values(), rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S, settle_s=SETTLE_S
     )
-    return [
-        dict(zip(GROUPED_COLUMNS, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
-        for shape, config in ours.items()
-        if isinstance(outcome := outcomes[config], Measurement)
-    ]
+    return rows_of(workload, ours, outcomes, GROUPED_COLUMNS)
 
 
-def times_of(rows: Iterable[Mapping[str, str]], dtype: str = "bf16") -> dict[tuple[int, bool], Races]:
+def times_of(rows: Iterable[Mapping[str, str]], dtype: str = "bf16") -> ByClass[Shape]:
     """The times of a file by class, of one dtype."""
-    found: dict[tuple[int, bool], dict[Workload, dict[Shape, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        workload = Workload.parse(row["workload"])
-        if workload.dtype == dtype:
-            shape = int(row["warpgroups"]), int(row["block_n"]), int(row[HEADS])
-            found[workload.head_dim, workload.causal][workload][shape] = float(row["ms"])
-    return found
+    return times_by_class(rows, lambda row: (int(row["warpgroups"]), int(row["block_n"]), int(row[HEADS])), dtype)
 
 
 def fit(tile: Tile, races: Races, sm_count: int, *, causal: bool, has_constants: bool) -> Tile:
@@ -139,7 +126,7 @@ def fit(tile: Tile, races: Races, sm_count: int, *, causal: bool, has_constants:
     shape = tiles.shape_of(tile)
     if has_constants:
         alone = {workload: {each[:2]: ms for each, ms in of.items() if each[2] == 1} for workload, of in races.items()}
-        tile = replace(tiles.Fit.of(tile, alone, sm_count, causal=causal).tile, grouped=1.0)
+        tile = tiles.Fit.of(tile, alone, sm_count, causal=causal).tile
     tile, ratios = replace(tile, grouped=1.0), []
     for workload, of in races.items():
         sizes = Sizes.of(workload)
@@ -153,29 +140,23 @@ def fit(tile: Tile, races: Races, sm_count: int, *, causal: bool, has_constants:
 
 
 def losses(races: Races, device: Device) -> dict[Shape, list[float]]:
-    """By the tile of a config: what serves shapes in its place, over the best of each that was raced."""
-    found: dict[Shape, list[float]] = defaultdict(list)
-    for workload, of in races.items():
-        spec, sizes = specialization(workload), Sizes.of(workload)
-        for own, config in grouped_configs(workload, device).items():
-            served = shape_of(balanced(config, spec, sizes, device))
-            if own[2] == 1 and served in of:
-                found[own].append(of[served] / min(of.values()))
-    return found
+    """By the tile of a config with one head: what serves shapes in its place, over the best of each that was raced."""
+    found = losses_of(races, device, grouped_configs, shape_of)
+    return {own: lost for own, lost in found.items() if own[2] == 1}
 
 
-def report(rows: Iterable[Mapping[str, str]], device: Device) -> str:
+def report(rows: Iterable[Mapping[str, str]], device: Device, dtype: str) -> str:
     """The constants of every class, in the order of `tiles.GROUPED_TILES`, and what they are worth."""
     lines = []
-    for (head_dim, causal), races in times_of(rows).items():
-        named = f"d{head_dim} {'causal' if causal else 'full':6}"
+    for (head_dim, causal), races in times_of(rows, dtype).items():
         for tile in TILES[head_dim, causal]:
             made = fit(
                 tile, races, device.num_sms, causal=causal, has_constants=(head_dim, causal) in GROUPED_CONSTANTS
             )
             lines.append(
-                f"{named} {64 * tile.warpgroups:3} x {tile.block_n:3}: ({made.step:.3f}, {made.overhead:g}, "
-                f"{made.lone:g}, {made.tail:g}, {made.before:g}), {made.grouped:.3f} with several heads"
+                f"{tiles.named(head_dim, causal)} {64 * tile.warpgroups:3} x {tile.block_n:3}: ({made.step:.3f}, "
+                f"{made.overhead:g}, {made.lone:g}, {made.tail:g}, {made.before:g}), "
+                f"{made.grouped:.3f} with several heads"
             )
         alone = [min(ms for each, ms in of.items() if each[2] == 1) / min(of.values()) for of in races.values()]
         lines += [
@@ -194,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 3 stopped at the time limit."""
     options = _parser().parse_args(arguments)
     if options.fit:
-        print(report(read(options.file), find_device(options.target)))
+        print(report(read(options.file), find_device(options.target), options.dtype))
         return 0
     found = workloads(options.dtype)
     return race_all(options, lambda device: found, race, columns=GROUPED_COLUMNS)

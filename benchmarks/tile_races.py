@@ -7,16 +7,20 @@ import contextlib
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.search_files import add_rows, read
+from flashgen.codegen.families import balanced
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
-from flashgen.measure.protocol import Executor, Outcome
+from flashgen.measure.protocol import Executor, Outcome, specialization
 from flashgen.tuning.compile_pool import Compiler, usable_cpus
 from flashgen.tuning.runs import make_compiler, make_executor
 
@@ -26,15 +30,54 @@ Shape = tuple[int, int]
 """Warpgroups and keys of a step."""
 
 
+Kind = TypeVar("Kind", bound=tuple[int, ...])
+"""What tells the configs of a race apart: a `Shape`, or that and more."""
+
+ByClass = dict[tuple[int, bool], dict[Workload, dict[Kind, float]]]
+"""Times in ms by head dimension and whether the mask is causal."""
+
+
 def rows_of(
-    workload: Workload, ours: Mapping[Shape, Config], outcomes: Mapping[Config, Outcome]
+    workload: Workload,
+    ours: Mapping[Kind, Config],
+    outcomes: Mapping[Config, Outcome],
+    columns: Sequence[str] = COLUMNS,
 ) -> list[dict[str, object]]:
     """A row for each tile that was timed."""
     return [
-        dict(zip(COLUMNS, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
+        dict(zip(columns, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
         for shape, config in ours.items()
         if isinstance(outcome := outcomes[config], Measurement)
     ]
+
+
+def times_by_class(
+    rows: Iterable[Mapping[str, str]], kind_of: Callable[[Mapping[str, str]], Kind], dtype: str
+) -> ByClass[Kind]:
+    """The times of a file, of one dtype."""
+    found: ByClass[Kind] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        workload = Workload.parse(row["workload"])
+        if workload.dtype == dtype:
+            found[workload.head_dim, workload.causal][workload][kind_of(row)] = float(row["ms"])
+    return found
+
+
+def losses_of(
+    times: Mapping[Workload, Mapping[Kind, float]],
+    device: Device,
+    configs: Callable[[Workload, Device], Mapping[Kind, Config]],
+    kind_of: Callable[[Config], Kind],
+) -> dict[Kind, list[float]]:
+    """By the kind of a config: what serves shapes in its place, over the best one of each that was raced with it."""
+    found: dict[Kind, list[float]] = defaultdict(list)
+    for workload, of in times.items():
+        spec, sizes = specialization(workload), Sizes.of(workload)
+        for own, config in configs(workload, device).items():
+            served = kind_of(balanced(config, spec, sizes, device))
+            if served in of:
+                found[own].append(of[served] / min(of.values()))
+    return found
 
 
 def race_all(

@@ -20,14 +20,13 @@ import itertools
 import math
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.search_bench import raced
 from benchmarks.search_files import read
-from benchmarks.tile_races import Shape, add_race_arguments, race_all, rows_of
-from flashgen.codegen.families import balanced, family
+from benchmarks.tile_races import ByClass, Shape, add_race_arguments, losses_of, race_all, rows_of, times_by_class
+from flashgen.codegen.families import family
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_choice import with_tile
 from flashgen.codegen.hopper_forward.tiles import SUSTAINED, SUSTAINED_US, TILES, Tile
@@ -152,17 +151,9 @@ def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dic
     return rows_of(workload, ours, outcomes)
 
 
-def times_of(
-    rows: Iterable[Mapping[str, str]], dtype: str = "bf16"
-) -> dict[tuple[int, bool], dict[Workload, dict[Shape, float]]]:
+def times_of(rows: Iterable[Mapping[str, str]], dtype: str = "bf16") -> ByClass[Shape]:
     """The times of a file by class, of one dtype."""
-    found: dict[tuple[int, bool], dict[Workload, dict[Shape, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        workload = Workload.parse(row["workload"])
-        shape = int(row["warpgroups"]), int(row["block_n"])
-        if workload.dtype == dtype:
-            found[workload.head_dim, workload.causal][workload][shape] = float(row["ms"])
-    return found
+    return times_by_class(rows, lambda row: (int(row["warpgroups"]), int(row["block_n"])), dtype)
 
 
 def takes_long(workload: Workload, sm_count: int) -> bool:
@@ -179,28 +170,22 @@ def has_factors(workload: Workload, sm_count: int) -> bool:
 
 def losses(times: Times, device: Device) -> dict[Shape, list[float]]:
     """By the tile of a config: what serves shapes in its place, over the best tile of each that was raced with it."""
-    found: dict[Shape, list[float]] = defaultdict(list)
-    for workload, by_shape in times.items():
-        spec, sizes = specialization(workload), Sizes.of(workload)
-        for own, config in configs(workload, device).items():
-            served = shape_of(balanced(config, spec, sizes, device))
-            if served in by_shape:
-                found[own].append(by_shape[served] / min(by_shape.values()))
-    return found
+    return losses_of(times, device, configs, shape_of)
 
 
 def served_report(rows: Iterable[Mapping[str, str]], device: Device, dtype: str) -> str:
     """A line for each tile of each class, without long launches where these have factors of their own."""
     rows = [row for row in rows if not has_factors(Workload.parse(row["workload"]), device.num_sms)]
     return "\n".join(
-        f"{_named(head_dim, causal)} by {64 * own[0]:3} x {own[1]:3}: {statistics.geometric_mean(lost):.3f}, "
+        f"{named(head_dim, causal)} by {64 * own[0]:3} x {own[1]:3}: {statistics.geometric_mean(lost):.3f}, "
         f"at most {max(lost):.3f}, of {len(lost)}"
         for (head_dim, causal), times in times_of(rows, dtype).items()
         for own, lost in losses(times, device).items()
     )
 
 
-def _named(head_dim: int, causal: bool) -> str:
+def named(head_dim: int, causal: bool) -> str:
+    """A class in lines for people, padded."""
     return f"d{head_dim} {'causal' if causal else 'full':6}"
 
 
@@ -267,7 +252,7 @@ def report(rows: Iterable[Mapping[str, str]], sm_count: int, dtype: str = "bf16"
             fit = Fit.of(tile, times, sm_count, causal=causal)
             made = fit.tile
             lines.append(
-                f"{_named(head_dim, causal)} {64 * tile.warpgroups:3} x {tile.block_n:3}: "
+                f"{named(head_dim, causal)} {64 * tile.warpgroups:3} x {tile.block_n:3}: "
                 f"({made.step:.3f}, {made.overhead:g}, {made.lone:g}, {made.tail:g}, {made.before:g}), "
                 f"off by {fit.off_by:.1%}"
             )

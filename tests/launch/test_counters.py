@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -119,6 +120,11 @@ ORDER = ((0, None), (0, None), (8, None), (0, None), (0, 1), (0, 1), (0, 2), (0,
 """Streams and captures such that each is followed by the others and by itself."""
 
 
+def assert_nothing_is_shared(seen: Mapping[tuple[int, int | None], Iterable[int]]) -> None:
+    everything = [address for found in seen.values() for address in found]
+    assert len(everything) == len(set(everything)), "between streams or captures"
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_launch_gets_the_counters_of_its_stream_and_capture(
     name: str, graphs: Graphs, cuda: FakeDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
@@ -140,8 +146,7 @@ def test_a_launch_gets_the_counters_of_its_stream_and_capture(
         found += [one.arguments["Counter"].data_ptr() for one in kernel.seen[-count:]]
         assert len(set(found)) == 2 * count, "each kernel of each plan has its own"
         assert seen.setdefault((stream, capture), set(found)) == set(found)
-    everything = [address for found in seen.values() for address in found]
-    assert len(everything) == len(set(everything)), "nothing is shared between streams or captures"
+    assert_nothing_is_shared(seen)
 
 
 @pytest.mark.parametrize("name", ["forward", "split forward"])
@@ -170,8 +175,7 @@ def test_a_later_geometry_has_the_counters_of_the_stream_that_it_is_launched_on(
         assert {one.stream for one in done} == {stream}
         found = [one.values["Counter"] for one in done]
         assert seen.setdefault((stream, capture), found) == found
-    everything = [address for found in seen.values() for address in found]
-    assert len(everything) == len(set(everything)), "nothing is shared between streams or captures"
+    assert_nothing_is_shared(seen)
 
 
 def test_after_a_counter_was_refused_all_of_them_are_written_again(

@@ -346,12 +346,11 @@ mean, and the constants alone chose it for none: 1.05 of the best in the mean, a
 """
 
 
-def _of(head_dim: int, causal: bool, all_constants: Mapping[tuple[int, bool], Constants]) -> tuple[Tile, ...]:
-    """The tiles of a class that has constants."""
+def _of(head_dim: int, causal: bool, constants: Constants) -> tuple[Tile, ...]:
+    """The tiles of a class, with these constants."""
     shapes = (_UP_TO_64 if head_dim <= 64 else _IN_PARTS if head_dim <= 96 else _UP_TO_128)[causal]
     if head_dim > SHARED_COLUMNS:
         shapes = tuple(shape for shape in shapes if shape.warpgroups * shape.blocks_per_sm < 4)
-    constants = all_constants[head_dim, causal]
     of_packed = PACKED.get((head_dim, causal), ((1.0, 1.0),) * len(constants))
     of_grouped = GROUPED.get((head_dim, causal), (1.0,) * len(constants))
     return tuple(
@@ -372,11 +371,11 @@ def _of(head_dim: int, causal: bool, all_constants: Mapping[tuple[int, bool], Co
     )
 
 
-TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {each: _of(*each, CONSTANTS) for each in CONSTANTS}
+TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {each: _of(*each, own) for each, own in CONSTANTS.items()}
 """By head dimension and whether it is causal: the tiles with which searches won, each with the rest of its config."""
 
 GROUPED_TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
-    each: tuple(replace(tile, margin=0.0) for tile in _of(*each, {**CONSTANTS, **GROUPED_CONSTANTS}))
+    each: tuple(replace(tile, margin=0.0) for tile in _of(*each, GROUPED_CONSTANTS.get(each, CONSTANTS[each])))
     for each in GROUPED
 }
 """The same of dense calls whose heads share keys, with one or several of them side by side."""
