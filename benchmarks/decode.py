@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.decode_cases import IMPLS, STEPS, Caches, DecodeImpl, Step, caches
+from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import Call
 from benchmarks.provenance import Provenance, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS, attempt
@@ -71,7 +72,8 @@ def race(
     expected = oracle(step, found)
     units: dict[str, Unit | str] = {impl.name: _unit(impl, step, found, expected, stopwatch) for impl in impls}
     runners = [unit for unit in units.values() if isinstance(unit, Unit)]
-    windows = interleave(runners, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms)
+    with my_turn():
+        windows = interleave(runners, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms)
     timed = dict(zip(map(id, runners), windows, strict=True))
     named = [(impl, units[impl.name]) for impl in impls]
     return [(impl, unit if isinstance(unit, str) else timed[id(unit)]) for impl, unit in named]
@@ -86,7 +88,8 @@ def _unit(impl: DecodeImpl, step: Step, found: Caches, expected: torch.Tensor, s
         call = impl.prepare(step, found)
         if (why := _why_wrong(call, expected)) is not None:
             return why
-        return make_unit(call.run, step.copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS)
+        with my_turn():
+            return make_unit(call.run, step.copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS)
 
     return attempt(made)
 

@@ -7,6 +7,8 @@ Each GPU has a folder of results and works off a list of its own: its shard of t
 measures alone. What is done is noted in `done.json` as soon as it is, so the same command, after a time limit or a
 crash, does what is left; with `--shards 2` also on one GPU, which then works off both lists. What a benchmark prints is
 in `logs/`. This process itself touches no GPU.
+
+`--gpus 0,0,0` cuts the races into three lists for one GPU: they prepare side by side and take turns to measure.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,38 +24,53 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.exit_codes import MISSING, STOPPED
+from benchmarks.gpu_turns import VARIABLE, GpuTurns
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT_WINDOWS = ("--warm", "0.06", "--window", "0.15")
-PREPARE = ("--prepare", "12")
+PREPARING = 12
+"""Processes that compile beforehand, of all lists of a GPU."""
 FP16_PEERS = "flashgen,sdpa-flash,sdpa-cudnn,fa4"
 TAIL_LINES = 3
+TURNS = "turns"
+"""Folder in that of a run: who shares which GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One command: its options, about how many seconds it takes on one H200, and how it can be cut short."""
+    """One command: its options, about how many seconds it takes on one H200, and how it can be cut short.
+
+    `prepare` is how many processes compile beforehand; one that `is_alone` takes no turns, and has the GPU to its end.
+    """
 
     name: str
     module: str
     seconds: float
     options: tuple[str, ...] = ()
+    prepare: int = 0
     is_sharded: bool = False
     has_limit: bool = False
+    is_alone: bool = False
 
 
-def _race(name: str, seconds: float, *options: str, module: str = "") -> Benchmark:
+def _race(name: str, seconds: float, *options: str, module: str = "", is_short: bool = True) -> Benchmark:
     return Benchmark(
         name=name,
         module=module or name,
         seconds=seconds,
-        options=(*options, *SHORT_WINDOWS),
+        options=(*options, *SHORT_WINDOWS) if is_short else options,
+        prepare=PREPARING,
         is_sharded=True,
         has_limit=True,
     )
+
+
+def _alone(name: str, seconds: float, *, has_limit: bool = False) -> Benchmark:
+    return Benchmark(name=name, module=name, seconds=seconds, has_limit=has_limit, is_alone=True)
 
 
 def _training(task: str, seconds: float) -> Benchmark:
@@ -60,28 +78,30 @@ def _training(task: str, seconds: float) -> Benchmark:
         name=f"training-{task}",
         module="training",
         seconds=seconds,
-        options=(task, "--prepare", "4"),
+        options=(task,),
+        prepare=4,
         has_limit=True,
+        is_alone=True,
     )
 
 
 BENCHMARKS: tuple[Benchmark, ...] = (
-    _race("forward", 450, "--suite", "forward", *PREPARE),
-    _race("forward_fp16", 300, "--suite", "forward_fp16", "--impls", FP16_PEERS, *PREPARE, module="forward"),
+    _race("forward", 450, "--suite", "forward"),
+    _race("forward_fp16", 300, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward"),
     Benchmark(name="data", module="data", seconds=950, is_sharded=True, has_limit=True),
-    Benchmark(name="unseen", module="unseen", seconds=700, options=PREPARE, is_sharded=True, has_limit=True),
-    Benchmark(name="varlen", module="varlen", seconds=450, options=PREPARE, is_sharded=True, has_limit=True),
-    _race("backward", 610, *PREPARE),
-    _race("forward_backward", 750, *PREPARE),
-    _race("features", 710, *PREPARE),
-    _race("models", 670, "--rounds", "2", *PREPARE),
+    _race("unseen", 700, is_short=False),
+    _race("varlen", 450, is_short=False),
+    _race("backward", 610),
+    _race("forward_backward", 750),
+    _race("features", 710),
+    _race("models", 670, "--rounds", "2"),
     Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True),
-    Benchmark(name="functions", module="functions", seconds=300, options=("--prepare", "8"), has_limit=True),
-    Benchmark(name="packed_training", module="packed_training", seconds=120, has_limit=True),
-    Benchmark(name="overhead", module="overhead", seconds=240),
-    Benchmark(name="memory", module="memory", seconds=90),
-    Benchmark(name="spread", module="spread", seconds=30),
-    Benchmark(name="dropout", module="dropout", seconds=60),
+    Benchmark(name="functions", module="functions", seconds=300, prepare=8, has_limit=True),
+    _alone("packed_training", 120, has_limit=True),
+    _alone("overhead", 240),
+    _alone("memory", 90),
+    _alone("spread", 30),
+    _alone("dropout", 60),
     _training("16384", 150),
     _training("4096", 120),
     _training("1024", 120),
@@ -89,8 +109,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _training("bert", 100),
     _training("bert-padded", 120),
     _training("paths", 80),
-    Benchmark(name="models_transformers", module="models_transformers", seconds=150, has_limit=True),
-    Benchmark(name="io", module="io", seconds=90, has_limit=True),
+    _alone("models_transformers", 150, has_limit=True),
+    _alone("io", 90, has_limit=True),
 )
 """In the order in which they are measured: what the README's claims stand on first."""
 
@@ -113,9 +133,10 @@ class Job:
         """About how long it takes on an H200."""
         return self.benchmark.seconds / self.shards
 
-    def command(self, folder: Path, commit: str | None, limit_s: float) -> list[str]:
-        """What is run; `folder` gets its results."""
+    def command(self, folder: Path, commit: str | None, limit_s: float, beside: int = 1) -> list[str]:
+        """What is run, as one of so many lists of its GPU; `folder` gets its results."""
         words = [sys.executable, "-m", f"benchmarks.{self.benchmark.module}", *self.benchmark.options]
+        words += ["--prepare", str(max(1, self.benchmark.prepare // beside))] if self.benchmark.prepare else []
         words += ["--results", str(folder), "--append"]
         words += ["--shard", f"{self.shard}/{self.shards}"] if self.benchmark.is_sharded else []
         words += ["--commit", commit] if commit else []
@@ -205,28 +226,46 @@ def run(
     return wrong
 
 
-def runner_of(out: Path, gpu: str, commit: str | None) -> Runner:
-    """Each job as a process that sees one GPU alone, and with its own session, so that its children end with it."""
+def runner_of(out: Path, gpu: str, commit: str | None, beside: int = 1) -> Runner:
+    """Each job as a process that sees one GPU alone, and with its own session, so that its children end with it.
+
+    Where so many lists are worked off beside each other on the GPU, it takes turns with theirs.
+    """
+    turns = GpuTurns(out / TURNS / gpu) if beside > 1 else None
 
     def runner(job: Job, limit_s: float) -> int:
-        command = job.command(out / f"shard{job.shard}", commit, limit_s)
-        seen = {"CUDA_VISIBLE_DEVICES": gpu}
+        ends = time.monotonic() + limit_s
+        command = job.command(out / f"shard{job.shard}", commit, limit_s, beside)
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
         log = out / "logs" / f"{job.name}.txt"
         with log.open("a") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | seen, stdout=file, stderr=file, start_new_session=True
+            start = partial(
+                subprocess.Popen[bytes], command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
             )
-            try:
-                code = process.wait(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                code = STOPPED
+            if turns is None:
+                code = _ended(start(env=environment), ends)
+            elif job.benchmark.is_alone:
+                with turns.alone():
+                    code = _ended(start(env=environment), ends)
+            else:
+                process = turns.join(partial(start, env=environment | {VARIABLE: str(turns.folder)}))
+                code = _ended(process, ends)
+                turns.leave(process.pid)
         if code not in (0, STOPPED):
             print("\n".join(log.read_text().splitlines()[-TAIL_LINES:]), flush=True)
         return code
 
     return runner
+
+
+def _ended(process: subprocess.Popen[bytes], ends: float) -> int:
+    """The exit code of a process; STOPPED if it was killed, with its group, at a time of the monotonic clock."""
+    try:
+        return process.wait(timeout=max(0.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return STOPPED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -241,10 +280,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = Done(options.out / "done.json", commit=options.commit, shards=shards)
     except ValueError as error:
         parser.error(str(error))
+    shutil.rmtree(options.out / TURNS, ignore_errors=True)  # of processes that are no more
     wrong = list[str]()
 
     def work(jobs: Sequence[Job], gpu: str) -> None:
-        wrong.extend(run(jobs, done, runner_of(options.out, gpu, options.commit), limit_s=options.limit_seconds))
+        runner = runner_of(options.out, gpu, options.commit, gpus.count(gpu))
+        wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds))
 
     threads = [threading.Thread(target=work, args=each) for each in zip(lists, gpus, strict=True)]
     for thread in threads:
@@ -261,7 +302,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.everything", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of results, logs and what is done")
-    parser.add_argument("--gpus", default="0", help="as in CUDA_VISIBLE_DEVICES, separated by commas (%(default)s)")
+    parser.add_argument(
+        "--gpus", default="0", help="CUDA_VISIBLE_DEVICES of each list, which one GPU may have several of (%(default)s)"
+    )
     parser.add_argument("--shards", type=_positive, help="lists that the work is cut into (default: one for each GPU)")
     parser.add_argument("--only", action="append", default=[], help="a benchmark; repeatable (default: all)")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")

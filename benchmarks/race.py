@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import Call, Impl, results_of
 from benchmarks.problems import Problem, problem
 from benchmarks.variants import Entrant, fastest
@@ -149,18 +150,19 @@ def _race(
     runners = [each.impl for each in entrants if each.impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
     heats = by_load([entries[impl.name].unit.call_ms for impl in runners])
-    if heats and pace.settle_ms > 0:
-        first = entries[runners[heats[0][0]].name].unit  # where this fails, its first window does and says so
-        attempt(partial(measure, first, stopwatch, warm_ms=0.0, window_ms=pace.settle_ms))
-    for index in turns(heats, pace.rounds):
-        impl = runners[index]
-        if impl.name in reasons:
-            continue
-        seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
-        if isinstance(seen, Window):
-            windows[impl.name].append(seen)
-        else:
-            reasons[impl.name] = seen
+    with my_turn():
+        if heats and pace.settle_ms > 0:
+            first = entries[runners[heats[0][0]].name].unit  # where this fails, its first window does and says so
+            attempt(partial(measure, first, stopwatch, warm_ms=0.0, window_ms=pace.settle_ms))
+        for index in turns(heats, pace.rounds):
+            impl = runners[index]
+            if impl.name in reasons:
+                continue
+            seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
+            if isinstance(seen, Window):
+                windows[impl.name].append(seen)
+            else:
+                reasons[impl.name] = seen
     return [
         Result(impl=each.impl, reason=reasons[each.impl.name], trials=each.trials)
         if each.impl.name in reasons
@@ -205,7 +207,8 @@ def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopw
 
 
 def _trial_ms(impl: Impl, unit: Unit, stopwatch: RaceStopwatch) -> float:
-    return min(_visit(impl, unit, stopwatch, TRIAL).ms for _ in range(TRIAL.rounds))
+    with my_turn():
+        return min(_visit(impl, unit, stopwatch, TRIAL).ms for _ in range(TRIAL.rounds))
 
 
 def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entry | str:
@@ -225,6 +228,11 @@ def timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> Entry | str:
 
     To be called on the stream of the race, on which forward passes whose backward pass is recorded have to run.
     """
+    with my_turn():
+        return _timed(call, copies, stopwatch)
+
+
+def _timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> Entry | str:
     unit = attempt(lambda: make_unit(call.run, copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS))
     because = None if isinstance(unit, Unit) else f"it cannot be recorded into a CUDA graph ({unit})"
     if not isinstance(unit, Unit):

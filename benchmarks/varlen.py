@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.flex_variants import CHOICES
+from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import results_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, share_of
 from benchmarks.provenance import Provenance, serve_generated
@@ -135,7 +136,15 @@ def _race(
     made = {each.impl.name: each.made for each in entrants}
     runners = [(name, found) for name, found in made.items() if isinstance(found, _Runner)]
     results: dict[str, Timed | str] = {name: found for name, found in made.items() if isinstance(found, str)}
-    settle_ms = 1e3 * SETTLE_S
+    with my_turn():
+        results |= _windows(runners, stopwatch, window_ms, rounds)
+    return [(each.impl, results[each.impl.name]) for each in entrants]
+
+
+def _windows(
+    runners: Sequence[tuple[str, _Runner]], stopwatch: RaceStopwatch, window_ms: float, rounds: int
+) -> dict[str, Timed]:
+    results, settle_ms = dict[str, Timed](), 1e3 * SETTLE_S
     for heat in by_load([each.share * each.entry.unit.call_ms for _, each in runners]):
         units = [runners[index][1].entry.unit for index in heat]
         windows = interleave(
@@ -149,7 +158,7 @@ def _race(
                 timing=runner.entry.unit.timing,
                 queued_because=runner.entry.queued_because,
             )
-    return [(each.impl, results[each.impl.name]) for each in entrants]
+    return results
 
 
 def _entrant(
@@ -165,7 +174,8 @@ def _entrant(
 
 def _trial_ms(entry: Entry, stopwatch: RaceStopwatch) -> float:
     visits = range(TRIAL.rounds)
-    windows = [measure(entry.unit, stopwatch, warm_ms=TRIAL.warm_ms, window_ms=TRIAL.window_ms) for _ in visits]
+    with my_turn():
+        windows = [measure(entry.unit, stopwatch, warm_ms=TRIAL.warm_ms, window_ms=TRIAL.window_ms) for _ in visits]
     return min(window.ms for window in windows)
 
 

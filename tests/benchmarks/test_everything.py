@@ -34,7 +34,9 @@ def test_each_gpu_has_a_shard_of_every_race_and_some_of_the_rest() -> None:
 def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str]] = []
 
-    def runner_of(out: Path, gpu: str, commit: str | None) -> everything.Runner:
+    def runner_of(out: Path, gpu: str, commit: str | None, beside: int) -> everything.Runner:
+        assert beside == 1
+
         def runner(job: Job, limit_s: float) -> int:
             ran.append((job.name, gpu))
             return STOPPED if job.name == "backward.1" and gpu == "7" else 0
