@@ -84,10 +84,10 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         monkeypatch.setattr(records, "default_config", default)
         number = 3 if changes.get("split_keys") else 1
         monkeypatch.setattr(shares, "_best", lambda *_: number)  # at any sizes
-        # a pack may reach into the next group
-        monkeypatch.setattr(head_packing, "as_group_allows", lambda _, heads: heads)
         if changes:
             monkeypatch.setattr(packed_ladder, "balanced", lambda config, *_: config)
+            # a pack may reach into the next group
+            monkeypatch.setattr(head_packing, "as_group_allows", lambda _, heads: heads)
         flashgen.reload()
 
     serve_by()
