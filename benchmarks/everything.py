@@ -292,8 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    print("\n".join(sorted(wrong)) or "everything is measured")
     left = [job for jobs in lists for job in jobs if job.name not in done]
+    print("\n".join(sorted(wrong)) or (f"{len(left)} are left" if left else "everything is measured"))
     return STOPPED if left else MISSING if wrong else 0
 
 

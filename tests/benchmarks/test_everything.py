@@ -58,6 +58,18 @@ def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytes
         main([*given, "--shards", "0"])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_list_that_breaks_off_is_not_said_to_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def runner_of(*_: object) -> everything.Runner:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(everything, "runner_of", runner_of)
+    assert main(["--out", str(tmp_path), "--commit", "abc", "--only", "spread"]) == STOPPED
+    assert capsys.readouterr().out == "1 are left\n"
+
+
 def test_every_task_of_training_is_there_once() -> None:
     trained = [each.options[0] for each in BENCHMARKS if each.module == "training"]
     assert sorted(trained) == sorted(TASKS)
