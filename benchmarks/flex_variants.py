@@ -260,7 +260,7 @@ class FlexVariants:
         tried = Plan(first=self._near[kind], finer=()) if kind in self._near else tried
         chosen = next((each for each in _wanted(tried, seen) if each.version not in seen), None)
         if chosen is None:
-            self._near.setdefault(kind, _near([*tried.first, *tried.finer], seen))
+            self._near.setdefault(kind, _near(tried, seen))
         return None if chosen is None else self._of(chosen)
 
 
@@ -277,9 +277,15 @@ def _wanted(tried: Plan, seen: Mapping[str, float]) -> Iterator[Variant]:
         yield DEFAULT
 
 
-def _near(variants: Sequence[Variant], seen: Mapping[str, float]) -> tuple[Variant, ...]:
-    """Those that are within a factor of the fastest; if all failed, the default."""
+def _near(tried: Plan, seen: Mapping[str, float]) -> tuple[Variant, ...]:
+    """Those that are within a factor of the fastest; if all failed, the default.
+
+    And the first ones that have no time: at other sizes memory may last, or a queue hide what the host takes.
+    """
     best = min(seen.values(), default=math.inf)
-    limit = NEAR * best
-    found = tuple(each for each in variants if seen.get(each.version, math.inf) <= limit < math.inf)
-    return found or (DEFAULT,)
+    if best == math.inf:
+        return (DEFAULT,)
+    untimed = tuple(each for each in tried.first if seen[each.version] == math.inf)
+    return untimed + tuple(
+        each for each in (*tried.first, *tried.finer) if seen.get(each.version, math.inf) <= NEAR * best
+    )

@@ -108,13 +108,13 @@ def test_only_what_comes_near_is_refined_and_tried_on_the_next_length(monkeypatc
     assert tried(close_by, LONGER, {"FLASH": 1.0, FIRST: 1.05, SECOND: 0.99}) == ["FLASH", FIRST, SECOND]
     behind = FlexVariants(as_impl)
     assert tried(behind, CAUSAL, {FIRST: 1.0, SECOND: 1.2, "": 1.3}) == ["FLASH", FIRST, SECOND, ""]
-    assert tried(behind, LONGER, {FIRST: 1.0}) == [FIRST]
+    assert tried(behind, LONGER, {"FLASH": 0.8, FIRST: 1.0}) == ["FLASH", FIRST]  # a queue may hide its host there
 
 
 def test_the_default_is_left_if_all_others_fail() -> None:
     variants = FlexVariants(as_impl)
     assert tried(variants, CAUSAL, {"": 1.0}) == [FIRST, SECOND, ""]
-    assert tried(variants, LONGER, {"": 1.0}) == [""]
+    assert tried(variants, LONGER, {"": 1.0}) == [FIRST, ""]
     changed = FlexVariants(as_impl)
     tried(changed, CAUSAL, {FIRST: 1.0})
     assert tried(changed, LONGER, {"": 1.0}) == [FIRST, ""]
