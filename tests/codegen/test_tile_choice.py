@@ -27,6 +27,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.log_files import SUFFIX, read_log
 from flashgen.measure.protocol import specialization
 from flashgen.runtime.lookup.packed_ladder import PackedSizes
+from tests.tiers import every
 
 A100, H200 = find_device("a100"), find_device("h200")
 
@@ -302,7 +303,7 @@ Where heads side by side were timed also each tile with two, four and eight of t
 """
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), TILES)
+@pytest.mark.parametrize(("head_dim", "causal"), every(2, TILES))
 def test_what_may_serve_beside_a_config_is_all_that_sizes_choose(head_dim: int, causal: bool) -> None:
     spec = spec_of(head_dim, causal)
     for tile in TILES[head_dim, causal]:

@@ -22,6 +22,7 @@ from flashgen.runtime.ops import helpers, serve
 from tests.db.samples import H100, H200, RTX_4090
 from tests.fakes.gpu import FakeGpu
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, measured, predicted
+from tests.tiers import every
 
 KEY = "b4-h32-hk8-s4096-d128-causal"
 PACKED = [default().replace(packed_heads=heads, masked_blocks="branch") for heads in (2, 4)]
@@ -61,10 +62,13 @@ def served_after_a_warm_up(gpu: FakeGpu, most: Workload, shapes: list[Workload])
 
 @pytest.mark.parametrize(
     "key",
-    [
-        *(KEY, "b8-h16-s2048-d96", "fp16-b3-h12-s5000-d64-causal", "b2-h20-hk4-s1500-d80-causal"),
-        "b64-h32-s197-d40-causal",
-    ],
+    every(
+        2,
+        [
+            *(KEY, "b8-h16-s2048-d96", "fp16-b3-h12-s5000-d64-causal", "b64-h32-s197-d40-causal"),
+            "b2-h20-hk4-s1500-d80-causal",
+        ],
+    ),
 )
 def test_no_smaller_batch_and_no_other_length_compiles_after_a_warm_up(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, key: str
