@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from jinja2 import meta, nodes
 
 from flashgen.codegen.render import _environment
@@ -9,6 +11,7 @@ from flashgen.codegen.render import _environment
 ENVIRONMENT = _environment()
 
 
+@functools.cache  # many entries include the same parts
 def parsed(template: str) -> nodes.Template:
     assert ENVIRONMENT.loader is not None
     source, _, _ = ENVIRONMENT.loader.get_source(ENVIRONMENT, template)
