@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from flashgen.core.settings import settings
+from tests.logged import Logged
 from tests.remembered import remember
 
 with contextlib.suppress(ModuleNotFoundError):  # the GPU tests do without it
@@ -69,6 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is loaded by now stays: searching it for garbage again and again took a sixth of the time of the tests."""
     remember()
+    logging.getLogger().addHandler(logging.NullHandler())  # where nobody else listens, Python prints warnings
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -115,6 +118,15 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest looks through all of a folder for the next number: of thousands of homes in its own one took 4 ms.
     """
     return tmp_path_factory.mktemp("homes")
+
+
+@pytest.fixture
+def logged() -> Iterator[Logged]:
+    """What the test logs."""
+    handler = Logged()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

@@ -8,7 +8,11 @@ that asked.
 
 The statements that make the tables of a new database, which SQLAlchemy writes from the schema, are run as they were for
 the first one of a process. The command line, which a test of a command in this process reads from its functions, is
-made once, too: that took ten times as long as most commands.
+made once, too: that took ten times as long as most commands. What packages say of databases, which is asked whenever
+one is opened, is read once from each folder that there is by then.
+
+And no file of this process waits until the disk has it: no test cuts the power, and those that kill a writer have
+processes of their own, whose files do.
 """
 
 from __future__ import annotations
@@ -49,6 +53,13 @@ def remember() -> None:
     files = sys.modules.get("flashgen.db.files")
     if files is not None:
         files._create = _create(files._create)  # type: ignore[attr-defined]
+    packages = sys.modules.get("flashgen.db.packages")
+    if packages is not None:
+        packages._entry_points = _entry_points(packages._entry_points)  # type: ignore[attr-defined]
+    connection = sys.modules.get("flashgen.db.connection")
+    if connection is not None:
+        kept = [pragma for pragma in connection.PRAGMAS if not pragma.startswith("synchronous")]
+        connection.PRAGMAS = (*kept, "synchronous = OFF")  # type: ignore[attr-defined]
     testing = sys.modules.get("typer.testing")
     if testing is not None:
         testing._get_command = functools.cache(testing._get_command)  # type: ignore[attr-defined]
@@ -71,6 +82,12 @@ def _create(original: Any) -> Any:
         made.extend([f"PRAGMA application_id = {application}", f"INSERT INTO alembic_version VALUES ('{version}')"])
 
     return create
+
+
+def _entry_points(original: Any) -> Any:
+    installed = frozenset(sys.path)
+    read = functools.cache(lambda folder: tuple(original(folder)))
+    return lambda folder: read(folder) if folder in installed else original(folder)
 
 
 def _search_space(original: Any) -> Any:

@@ -19,6 +19,7 @@ from flashgen.runtime.autograd import ops as training_ops
 from flashgen.runtime.ops import serve
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, qkv
+from tests.logged import Logged
 from tests.runtime.ladders import Ladder, faster, measured
 
 BACKWARD = Workload.parse("bwd-b1-h4-hk2-sq48-sk64-d64")
@@ -244,10 +245,10 @@ def test_rules_of_the_backward_op(name: str) -> None:
         training_ops.attention_backward_op(tensors["dout"], None, q, k, v, tensors["out"], torch.empty(1, 4, 48))
 
 
-def test_one_notice_a_direction(gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_notice_a_direction(gpu: EmulatedGpu, logged: Logged) -> None:
     for length in (48, 49):
         train(*plain(seqlen_q=length), causal=True, deterministic=True)
-    forward, backward = (record.getMessage() for record in caplog.records)
+    forward, backward = logged.messages
     assert "no tuned record for NVIDIA H200" in forward
     assert backward.startswith("flashgen: no tuned record of a backward pass for NVIDIA H200 (sm90-132sm-141gb); the")
     shape = "bwd-bf16-b1-h4-hk2-sq48-sk64-d64-causal-deterministic"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -14,14 +15,15 @@ from flashgen.runtime.ops import log
 from flashgen.runtime.ops.calls import CheckedCall
 from tests.db.samples import H100, H200
 from tests.fakes.gpu import FakeGpu, qkv
+from tests.logged import Logged, at_level
 from tests.runtime.ladders import CAUSAL, Ladder, default, measured, predicted
 
 
-def test_the_notice_is_one_line_once_with_the_command_to_run(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_notice_is_one_line_once_with_the_command_to_run(gpu: FakeGpu, logged: Logged) -> None:
     for length in (48, 49):
         flashgen.attention(*qkv(seqlen_q=length), causal=True)
     flashgen.attention(*(x.half() for x in qkv()))
-    (record,) = caplog.records
+    (record,) = logged.records
     assert (record.name, record.levelname) == ("flashgen", "WARNING")
     line = record.getMessage()
     assert line.startswith("flashgen: no tuned record for NVIDIA H200 (sm90-132sm-141gb); the default config serves.")
@@ -30,19 +32,19 @@ def test_the_notice_is_one_line_once_with_the_command_to_run(gpu: FakeGpu, caplo
     assert flashgen.Workload.parse(shape) == CheckedCall.of(gpu.prepared[0]).workload
     flashgen.reload()
     flashgen.attention(*qkv())
-    assert len(caplog.records) == 2
+    assert len(logged.records) == 2
 
 
 def test_rungs_and_compiles_are_logged_once_and_a_repeated_call_logs_nothing(
-    gpu: FakeGpu, ladder: Ladder, caplog: pytest.LogCaptureFixture
+    gpu: FakeGpu, ladder: Ladder, logged: Logged
 ) -> None:
     ladder.user(measured())
-    with caplog.at_level("DEBUG", logger="flashgen"):
+    with at_level(logging.DEBUG, "flashgen"):
         tensors = qkv(batch=2, nheads=4, seqlen_q=64, dim=128)
         flashgen.attention(*tensors, causal=True)
-        said = [(record.levelname, record.getMessage()) for record in caplog.records]
+        said = [(record.levelname, record.getMessage()) for record in logged.records]
         flashgen.attention(*tensors, causal=True)
-    assert said == [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [(record.levelname, record.getMessage()) for record in logged.records]
     (level, rung), (other, compiled) = said
     assert (level, other) == ("DEBUG", "INFO")
     assert re.search(rf" is served by rung [35], .*: {re.escape(str(gpu.planned[0][1]))}$", rung), rung
@@ -55,7 +57,7 @@ def test_there_is_no_notice_where_a_record_serves_or_nobody_wants_it(
     gpu: FakeGpu,
     ladder: Ladder,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    logged: Logged,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = CAUSAL.with_shape(batch=1, nheads=4, nheads_k=2, seqlen_q=80, seqlen_k=80)
@@ -73,4 +75,4 @@ def test_there_is_no_notice_where_a_record_serves_or_nobody_wants_it(
     flashgen.attention(*qkv(seqlen_q=80, seqlen_k=80, dim=128), causal=True)
     expected = usual(default(shape), shape.specialization, Sizes.of(shape), H200)
     assert gpu.planned[0][1] == (record.config if record else expected)
-    assert (capsys.readouterr().err, caplog.records) == ("", [])
+    assert (capsys.readouterr().err, logged.records) == ("", [])
