@@ -71,7 +71,7 @@ def named(name: str, suite: str, *peers: str) -> tuple[Impl, ...]:
 
 def raced(case: Case, impls: Sequence[Impl]) -> dict[str, str | None]:
     with torch.set_grad_enabled(case.suite != FORWARD):
-        pace = Pace(warm_ms=0.0, window_ms=1.0, rounds=1)
+        pace = Pace(warm_ms=0.0, window_ms=1.0, rounds=1, settle_ms=0.0)
         found = race_on(lambda: case.problem(1, CPU), case.twin, impls, stopwatch=TickingGpu(), pace=pace)
     return {result.impl.name: result.reason for result in found}
 

@@ -20,7 +20,7 @@ from benchmarks.forward_backward import main as main_both
 from benchmarks.impls import STANDARD_LIMIT_BYTES, Call, Impl, results_of, standard_bytes
 from benchmarks.problems import TrainingInputs, forward_of, problem, training_inputs
 from benchmarks.provenance import Provenance
-from benchmarks.race import Pace, race
+from benchmarks.race import Pace, Result, race
 from benchmarks.results import RACE_COLUMNS, read_rows
 from benchmarks.suites import BOTH_PASSES, backward_grid, paper_grid, work_of
 from benchmarks.training_impls import BACKWARD, FORWARD_BACKWARD
@@ -208,7 +208,7 @@ def slow(gpu: FakeGpu, right: Impl, factor: float = 1.0) -> Impl:
 
 @pytest.mark.parametrize("among", first(1, map(pytest.param, [BACKWARD, FORWARD_BACKWARD])), ids=["backward", "both"])
 def test_a_race_checks_every_gradient(among: tuple[Impl, ...]) -> None:
-    gpu, pace = FakeGpu(), Pace(warm_ms=1.0, window_ms=2.0, rounds=2)
+    gpu, pace = FakeGpu(), Pace(warm_ms=1.0, window_ms=2.0, rounds=2, settle_ms=0.0)
     entrants = [slow(gpu, impl("standard", among)), slow(gpu, impl("standard", among), 1.1)]
     entrants[1] = replace(entrants[1], name="wrong")
     good, wrong = race(SQUARE, entrants, device=DEVICE, where=CPU, stopwatch=gpu, pace=pace)
@@ -244,8 +244,13 @@ def test_a_run_writes_its_rows(
     monkeypatch.setattr(forward, "CudaStopwatch", lambda clock: FakeGpu())
     monkeypatch.setattr(forward, "served_by", lambda workload: f"rung 1 serves {workload.key}")
     monkeypatch.setattr(backward, "backward_grid", lambda: (SQUARE,))
-    monkeypatch.setattr(forward, "race", lambda *a, **b: race(*a, **(b | {"where": CPU, "stopwatch": watch})))
     watch = FakeGpu()
+
+    def quick_race(*asked: Any, pace: Pace, **named: Any) -> list[Result]:
+        """No clock of a CPU has to settle, for which a race makes thousands of calls."""
+        return race(*asked, **(named | {"where": CPU, "stopwatch": watch, "pace": replace(pace, settle_ms=0.0)}))
+
+    monkeypatch.setattr(forward, "race", quick_race)
     entrants = tuple(slow(watch, impl("standard", which.impls)) for which in [BACKWARD_RACE if work < 3 else BOTH_RACE])
     monkeypatch.setattr(backward, "chosen", lambda names, among: entrants)
     arguments = ["--results", str(tmp_path), "--commit", "abc", "--warm", "0.001", "--window", "0.002", "--rounds", "2"]
