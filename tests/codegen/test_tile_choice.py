@@ -6,6 +6,7 @@ and, of causal classes and of heads of 96 and more, what searches of 60 shapes h
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from dataclasses import replace
@@ -41,6 +42,7 @@ SUSTAINED_LOSSES = {(64, False): (1.009, 1.073)}
 SUSTAINED_TIMES = Path(__file__).parent / "sustained_tiles_nvidia_h200.csv"
 
 
+@functools.cache  # which nobody changes, and takes a tenth of a second
 def measured(head_dim: int, causal: bool) -> dict[Workload, dict[tuple[int, int], float]]:
     return times_of(read(Path(__file__).parent / "tiles_nvidia_h200.csv"))[head_dim, causal]
 
@@ -306,11 +308,12 @@ Where heads side by side were timed also each tile with two, four and eight of t
 @pytest.mark.parametrize(("head_dim", "causal"), every(2, TILES))
 def test_what_may_serve_beside_a_config_is_all_that_sizes_choose(head_dim: int, causal: bool) -> None:
     spec = spec_of(head_dim, causal)
+    shapes = [(specialization(w), Sizes.of(w)) for w in measured(head_dim, causal)]
     for tile in TILES[head_dim, causal]:
         config = config_of(spec, tile)
         able = {config, *beside(config, spec, H200)}
         others = len(able) - 2 * len(TILES[head_dim, causal])  # with shared keys and without
         assert 0 < others <= OTHERS[head_dim, causal]
-        chosen = {balanced(config, specialization(w), Sizes.of(w), H200) for w in measured(head_dim, causal)}
+        chosen = {balanced(config, of_shape, sizes, H200) for of_shape, sizes in shapes}
         assert len(chosen) > 1
         assert chosen <= able
