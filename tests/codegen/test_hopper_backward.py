@@ -23,7 +23,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from scripts.machine_loops import disassembled
 from tests.codegen.ruff import FORMAT, assert_passes
-from tests.tiers import only
+from tests.tiers import EXHAUSTIVE, only
 
 H200 = find_device("h200")
 HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
@@ -145,13 +145,20 @@ def test_older_configs_mean_the_order_that_they_were_rendered_with() -> None:
     assert "_sum_last(wg" in staggered
 
 
-def test_heads_in_two_parts_take_three_quarters_of_the_products() -> None:
-    """By default; a config that is older than the knob, and one of heads of other sizes, has all columns at once."""
+def test_heads_are_in_two_parts_by_default_and_were_in_one() -> None:
+    """A config that is older than the knob, and one of heads of other sizes, has all columns at once."""
     spec = spec_of("bf16-d192")
     parts = SPLIT.default(spec, H200)
     whole = parts.replace(split_d=False)
     older = Config.of(SPLIT.id, {name: value for name, value in whole.knobs if name != "split_d"})
-    assert render(spec, older).text == render(spec, whole).text
+    assert render(spec, older).text == render(spec, whole).text != render(spec, parts).text
+
+
+@EXHAUSTIVE
+def test_heads_in_two_parts_take_three_quarters_of_the_products() -> None:
+    spec = spec_of("bf16-d192")
+    parts = SPLIT.default(spec, H200)
+    whole = parts.replace(split_d=False)
     columns = {
         config: [
             sum(int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", part.handle.asm["ptx"]))
