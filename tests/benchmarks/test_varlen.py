@@ -75,6 +75,7 @@ def test_a_part_calls_its_share_once_and_races_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(varlen, "serve_generated", lambda *given: None)
     monkeypatch.setattr(varlen, "tensors_of", lambda pack, where: pack)
     monkeypatch.setattr(varlen, "race", lambda *given, **more: pytest.fail("a part races nothing"))
+    monkeypatch.setattr(varlen, "release", lambda: None)  # a search for garbage behind each batch
     called: list[str] = []
 
     def ready(pack: Pack, tensors: object) -> Ready:

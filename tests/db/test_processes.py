@@ -209,8 +209,10 @@ def test_a_killed_writer_loses_at_most_the_row_in_flight(tmp_path: Path) -> None
         for _ in range(10 + 7 * (round_ % 10)):
             last = int(writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
-        rest = writer.communicate(timeout=60)[0].split()
+        # not by `communicate`, which does not see lines that came with the last one that was read
+        rest = writer.stdout.read().split()
         last = int(rest[-1]) if rest else last
+        writer.communicate(timeout=60)
         with Store.open(path, read_only=True) as store:
             trials = [trial for workload in store.workloads() for trial in store.trials(workload, H200)]
         # a trial takes the place of an earlier round's: what has this writer's name is what it wrote
