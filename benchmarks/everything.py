@@ -96,7 +96,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("features", 710),
     _race("models", 670, "--rounds", "2"),
     Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True),
-    Benchmark(name="functions", module="functions", seconds=300, prepare=8, has_limit=True),
+    _race("functions", 300, is_short=False),
     _alone("packed_training", 120, has_limit=True),
     _alone("overhead", 240),
     _alone("memory", 90),

@@ -25,7 +25,7 @@ from benchmarks.forward import add_race_arguments, say
 from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Case, cases
 from benchmarks.functions_impls import PEERS, impls_of, options_of
 from benchmarks.impls import IMPLS, Impl, flashgen_features
-from benchmarks.prepared import add_prepare_arguments, call_once, prepare
+from benchmarks.prepared import add_prepare_arguments, call_once, prepare, release
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, attempt, race_on
 from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
@@ -155,7 +155,8 @@ def compile_all(wanted: Sequence[Case], impls: Impls, where: torch.device) -> in
             inputs = case.inputs(1, where)
             for impl in impls(case):
                 say(f"{case.suite} {case.name} {impl.name}: {call_once(impl, case.twin, inputs)}")
-        gc.collect()
+        del inputs
+        release()
     return 0
 
 

@@ -6,7 +6,6 @@ python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--flex defa
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.flex_variants import CHOICES
 from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import results_of
-from benchmarks.prepared import add_prepare_arguments, call_once, prepare, share_of
+from benchmarks.prepared import add_prepare_arguments, call_once, prepare, release, share_of
 from benchmarks.provenance import Provenance, serve_generated
 from benchmarks.race import TRIAL, Entry, RaceStopwatch, attempt, by_load, timed
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
@@ -101,7 +100,7 @@ def compile_part(part: Shard, packs: Sequence[Pack], impls: Sequence[VarlenImpl]
         with no_grad_of[pack.trains]():
             told = call_once(impl, pack, tensors_of(pack, where), lambda ready: ready.call)
         print(f"{pack.workload.key} {impl.name}: {told}", flush=True)
-        gc.collect()
+        release()
 
 
 def race(
