@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import torch
-
 from benchmarks.exit_codes import MISSING, STOPPED
+from benchmarks.prepared import release
 from benchmarks.provenance import add_arguments, add_shard_argument
 from benchmarks.results import ResultsFile, Subject, left_of, subject_of
 from benchmarks.time_limit import TimeLimit
@@ -65,8 +63,7 @@ class Ahead:
                 return STOPPED
             print(case.workload.key, flush=True)
             missing = not one(case) or missing
-            gc.collect()
-            torch.cuda.empty_cache()
+            release()
             self.limit.part_ended()
         print(f"{self.file.path}: {len(self.file.rows)} rows")
         return MISSING if missing else 0

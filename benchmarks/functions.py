@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import gc
 import sys
 import tempfile
 import time
@@ -126,8 +125,7 @@ def racer_of(options: argparse.Namespace) -> Racer:
         copies = rotation_copies(case.workload, device.l2_bytes)
         with _autograd(case):
             found = race_on(lambda: case.problem(copies, where), case.twin, impls, stopwatch=stopwatch, pace=pace)
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()
         return found
 
     return racer

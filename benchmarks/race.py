@@ -158,7 +158,7 @@ def _race(
             impl = runners[index]
             if impl.name in reasons:
                 continue
-            seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
+            seen = attempt(partial(_visit, entries[impl.name].unit, stopwatch, pace, impl.share))
             if isinstance(seen, Window):
                 windows[impl.name].append(seen)
             else:
@@ -193,8 +193,8 @@ def _result(impl: Impl, entry: Entry, windows: Sequence[Window]) -> Result:
     return Result(impl=impl, windows=tuple(windows), timing=entry.unit.timing, queued_because=entry.queued_because)
 
 
-def _visit(impl: Impl, unit: Unit, stopwatch: RaceStopwatch, pace: Pace) -> Window:
-    return measure(unit, stopwatch, warm_ms=impl.share * pace.warm_ms, window_ms=impl.share * pace.window_ms)
+def _visit(unit: Unit, stopwatch: RaceStopwatch, pace: Pace, share: float) -> Window:
+    return measure(unit, stopwatch, warm_ms=share * pace.warm_ms, window_ms=share * pace.window_ms)
 
 
 def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entrant[Impl, Entry]:
@@ -202,13 +202,14 @@ def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopw
         impl,
         workload,
         enter=lambda each: attempt(partial(_entry, each, workload, task, stopwatch)),
-        trial=lambda each, entry: attempt(partial(_trial_ms, each, entry.unit, stopwatch)),
+        trial=lambda each, entry: attempt(partial(trial_ms, entry.unit, stopwatch, each.share)),
     )
 
 
-def _trial_ms(impl: Impl, unit: Unit, stopwatch: RaceStopwatch) -> float:
+def trial_ms(unit: Unit, stopwatch: RaceStopwatch, share: float = 1.0) -> float:
+    """Ms of a call in the trial of a variant, whose visits have a share of their usual length."""
     with my_turn():
-        return min(_visit(impl, unit, stopwatch, TRIAL).ms for _ in range(TRIAL.rounds))
+        return min(_visit(unit, stopwatch, TRIAL, share).ms for _ in range(TRIAL.rounds))
 
 
 def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entry | str:

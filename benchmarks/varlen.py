@@ -22,7 +22,7 @@ from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import results_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, release, share_of
 from benchmarks.provenance import Provenance, serve_generated
-from benchmarks.race import TRIAL, Entry, RaceStopwatch, attempt, by_load, timed
+from benchmarks.race import Entry, RaceStopwatch, attempt, by_load, timed, trial_ms
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
 from benchmarks.time_limit import TimeLimit
 from benchmarks.variants import Entrant, fastest
@@ -32,7 +32,7 @@ from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.protocol import SETTLE_S
 from flashgen.measure.reference import oracle
-from flashgen.measure.timing import CudaStopwatch, interleave, measure
+from flashgen.measure.timing import CudaStopwatch, interleave
 from flashgen.tuning.shards import Shard
 
 TOLERANCE = 2e-2
@@ -167,15 +167,8 @@ def _entrant(
         impl,
         pack,
         enter=lambda each: _runner(each, pack, tensors, expected, stopwatch),
-        trial=lambda _, made: attempt(lambda: _trial_ms(made.entry, stopwatch)),
+        trial=lambda _, made: attempt(lambda: trial_ms(made.entry.unit, stopwatch)),
     )
-
-
-def _trial_ms(entry: Entry, stopwatch: RaceStopwatch) -> float:
-    visits = range(TRIAL.rounds)
-    with my_turn():
-        windows = [measure(entry.unit, stopwatch, warm_ms=TRIAL.warm_ms, window_ms=TRIAL.window_ms) for _ in visits]
-    return min(window.ms for window in windows)
 
 
 def _runner(

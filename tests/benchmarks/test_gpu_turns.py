@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks import everything, race
 from benchmarks.everything import Benchmark, Job, runner_of
 from benchmarks.gpu_turns import VARIABLE, GpuTurns, my_turn
 from tests.benchmarks.races import FakeGpu, impl_of, raced
+from tests.processes import eventually
 
 SLEEPS = "import time; time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPS!r}])"
@@ -52,26 +52,17 @@ def states(group: int) -> set[str]:
     return found
 
 
-def soon(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_others_and_their_children_stand_still_in_a_turn(tmp_path: Path, processes: Callable[..., object]) -> None:
     turns = GpuTurns(tmp_path)
     mine, other, stranger = (
         *(turns.join(partial(processes, program)) for program in (SLEEPS, PARENT)),
         processes(SLEEPS),
     )
-    assert soon(lambda: states(other.pid) == {"S"})
+    assert eventually(lambda: states(other.pid) == {"S"})
     with turns.alone(mine.pid):
-        assert soon(lambda: states(other.pid) == {"T"})
+        assert eventually(lambda: states(other.pid) == {"T"})
         assert states(mine.pid) | states(stranger.pid) <= {"S", "R"}
-    assert soon(lambda: states(other.pid) == {"S"})
+    assert eventually(lambda: states(other.pid) == {"S"})
 
 
 TAKES_TURNS = """
@@ -99,13 +90,13 @@ def test_whoever_is_killed_in_its_turn_leaves_nobody_stopped(tmp_path: Path, pro
     other = turns.join(partial(processes, SLEEPS))
     hangs = "from benchmarks.gpu_turns import my_turn\nimport time\nwith my_turn(): time.sleep(60)"
     hanging = turns.join(partial(processes, hangs, **{VARIABLE: str(tmp_path)}))
-    assert soon(lambda: states(other.pid) == {"T"})
+    assert eventually(lambda: states(other.pid) == {"T"})
     os.killpg(hanging.pid, signal.SIGKILL)
     hanging.wait()
     turns.leave(hanging.pid)
-    assert soon(lambda: states(other.pid) == {"S"})
+    assert eventually(lambda: states(other.pid) == {"S"})
     with turns.alone():
-        assert soon(lambda: states(other.pid) == {"T"})
+        assert eventually(lambda: states(other.pid) == {"T"})
 
 
 def test_a_process_without_turns_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +124,7 @@ def test_who_is_alone_stops_the_others_for_its_whole_time_and_takes_no_turns(
     assert runner(job_of("it", is_alone=is_alone), 60.0) == 0
     expected = "None T\n" if is_alone else f"{folder} S\n"
     assert (tmp_path / "logs" / "it.txt").read_text() == expected
-    assert soon(lambda: states(other.pid) == {"S"})
+    assert eventually(lambda: states(other.pid) == {"S"})
     assert sorted(path.name for path in folder.iterdir()) == sorted([str(other.pid), "lock"])
 
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 
 import pytest
 
 from benchmarks import tile_races, tiles
 from benchmarks.search_files import read
-from benchmarks.tiles import CANDIDATES, Fit, configs, times_of
+from benchmarks.tiles import CANDIDATES, Fit, configs
 from flashgen.codegen.families import invalid
 from flashgen.codegen.hopper_forward.tiles import TILES
 from flashgen.measure.protocol import specialization
+from tests.tile_times import TIMES, tile_times
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
-
-TIMES = Path(__file__).parents[1] / "codegen/tiles_nvidia_h200.csv"
-
-all_times = functools.cache(lambda: times_of(read(TIMES)))
 
 
 @pytest.mark.parametrize("key", TILES)
 def test_the_constants_are_what_the_times_make(key: tuple[int, bool]) -> None:
-    times = all_times()[key]
+    times = tile_times()[key]
     for tile in TILES[key]:
         found = Fit.of(tile, times, 132, causal=key[1])
         assert found.off_by < 0.14

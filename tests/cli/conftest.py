@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import subprocess
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
-import typer.testing
 from typer.testing import CliRunner
 
 from flashgen.cli import arguments
@@ -38,14 +35,6 @@ ROOT = Path(__file__).parents[2]
 def own(stdout: str) -> list[dict[str, object]]:
     """The records of the user's database among those that `--json` printed."""
     return [row for row in json.loads(stdout) if not str(row["layer"]).startswith("shipped/")]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def commands_are_made_once() -> Iterator[None]:
-    """At each invocation typer's runner makes them anew, of the signatures of all: 25 ms."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command))
-        yield
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ and, of causal classes and of heads of 96 and more, what searches of 60 shapes h
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from dataclasses import replace
@@ -29,6 +28,7 @@ from flashgen.db.log_files import SUFFIX, read_log
 from flashgen.measure.protocol import specialization
 from flashgen.runtime.lookup.packed_ladder import PackedSizes
 from tests.tiers import every
+from tests.tile_times import tile_times
 
 A100, H200 = find_device("a100"), find_device("h200")
 
@@ -42,9 +42,8 @@ SUSTAINED_LOSSES = {(64, False): (1.009, 1.073)}
 SUSTAINED_TIMES = Path(__file__).parent / "sustained_tiles_nvidia_h200.csv"
 
 
-@functools.cache  # which nobody changes, and takes a tenth of a second
 def measured(head_dim: int, causal: bool) -> dict[Workload, dict[tuple[int, int], float]]:
-    return times_of(read(Path(__file__).parent / "tiles_nvidia_h200.csv"))[head_dim, causal]
+    return tile_times()[head_dim, causal]
 
 
 def spec_of(head_dim: int, causal: bool, dtype: str = "bf16") -> Specialization:

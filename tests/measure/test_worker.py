@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from flashgen.core.errors import MeasureError
 from flashgen.core.record import Failure
 from flashgen.core.settings import child_environment
 from flashgen.measure.worker import Worker
+from tests.processes import alive, eventually
 from tests.tiers import only
 
 TROUBLE = "tests.measure.services:Troublemaker"
@@ -23,23 +23,6 @@ TROUBLE = "tests.measure.services:Troublemaker"
 def worker() -> Iterator[Worker]:
     with Worker(TROUBLE, "tag", start_timeout_s=60) as made:
         yield made
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def eventually(condition: Callable[[], bool], patience_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_it_answers_from_another_process_that_lives_on(worker: Worker) -> None:

@@ -16,6 +16,7 @@ from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.compile_pool import CompilePool, rejected
+from tests.processes import alive, eventually
 from tests.tiers import EXHAUSTIVE
 
 H100 = find_device("h100")
@@ -33,13 +34,6 @@ def pool() -> Iterator[CompilePool]:
         yield made
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_hangs_aborts_and_errors_cost_one_candidate_each(pool: CompilePool, tmp_path: Path) -> None:
     child = tmp_path / "pid"
     order = (candidate(2, str(child)), candidate(3), candidate(4), candidate(1))
@@ -54,10 +48,7 @@ def test_hangs_aborts_and_errors_cost_one_candidate_each(pool: CompilePool, tmp_
     assert isinstance(error, Failure)
     assert "planted" in error.reason
     assert isinstance(good, Compiled)
-    deadline = time.monotonic() + 5
-    while is_running(int(child.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(int(child.read_text())), "what a killed process started must die with it"
+    assert eventually(lambda: not alive(int(child.read_text())), 5), "what a killed process started must die with it"
 
 
 def test_a_candidate_is_compiled_once(pool: CompilePool, tmp_path: Path) -> None:
@@ -79,7 +70,7 @@ def test_closing_kills_what_is_still_compiling(tmp_path: Path) -> None:
     started = time.monotonic()
     pool.close()
     assert time.monotonic() - started < 10
-    assert not is_running(int(child.read_text()))
+    assert not alive(int(child.read_text()))
 
 
 @EXHAUSTIVE
