@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.codegen.build import CompiledKernel
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.decode_limits import MAX_BATCH
 from flashgen.core.features.positions import clamp_window
@@ -44,9 +45,9 @@ class DecodePasses:
         self._plan, self._spec, self._index = DecodePlan(compiled, config, device_index), spec, device_index
         self._lengths = endless(device_index)
 
-    def sized(self, geometry: Geometry) -> Launch:
-        """The launch at a geometry."""
-        if geometry.is_empty:
+    def sized(self, geometry: Geometry, sizes: Sizes | None = None) -> Launch:
+        """The launch at a geometry; `sizes` are its own, where they are known and none is 0."""
+        if sizes is None and geometry.is_empty:
             return EmptyPlan()
         return _Launch(self._plan, self._spec, geometry, self._lengths, self._index)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_int, c_uint, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from ctypes import POINTER, Structure, c_int, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from flashgen.core.errors import LaunchError
@@ -19,14 +18,6 @@ MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
 STATIC_SHARED_LIMIT = 48 * 1024
 """A block gets more than this only after asking for it."""
-
-TENSOR_MAP_BYTES = 128
-TENSOR_MAP_ALIGNMENT = 64
-TENSOR_MAPS_KEPT = 64
-"""Descriptors of one tensor of a plan, each for another pointer."""
-
-L2_PROMOTION_128B = 2
-TENSOR_MAP_DTYPES = {"u8": 0, "fp16": 6, "fp32": 7, "tf32": 7, "bf16": 9}  # CUtensorMapDataType
 
 
 class LaunchConfig(Structure):
@@ -174,160 +165,3 @@ def capture_id(stream: int) -> int:
     )
     check(code, "name the CUDA graph under capture")
     return identity.value
-
-
-class Encoding:
-    """What the driver is told of a tensor descriptor whatever the sizes of the tensor.
-
-    Attributes:
-        rank: axes of the tensor.
-        element_bytes: bytes of one element.
-    """
-
-    __slots__ = ("_box", "_boxes", "_dtype", "_encode", "_kind", "_steps", "_swizzle", "element_bytes", "rank")
-
-    def __init__(self, *, dtype: str, rank: int, box: tuple[int, ...], swizzle: int, element_bytes: int) -> None:
-        """Describe what one copy takes: `box` elements of each axis."""
-        self._dtype, self._swizzle, self.rank, self.element_bytes = dtype, swizzle, rank, element_bytes
-        self._kind = TENSOR_MAP_DTYPES[dtype]
-        self._boxes = (c_uint32 * (2 * rank))(*box[::-1], *[1] * rank)
-        boxes = ctypes.addressof(self._boxes)
-        self._box, self._steps = pointer_to(boxes), pointer_to(boxes + 4 * rank)
-        # without `argtypes`, which would look at each of 12 arguments: what is no address is an int or an enum
-        self._encode = library()["cuTensorMapEncodeTiled"]
-
-    def encode(self, address: int, pointer: int, sizes: int) -> None:
-        """Have the driver encode a descriptor at `address` of the tensor at `pointer`.
-
-        `sizes` is the address of the tensor's shape, innermost first, then of its strides in bytes but the innermost.
-
-        Raises:
-            LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
-        """
-        rank = self.rank
-        code = self._encode(
-            pointer_to(address),
-            self._kind,
-            rank,
-            pointer_to(pointer),
-            pointer_to(sizes),
-            pointer_to(sizes + 8 * rank),
-            self._box,
-            self._steps,
-            0,
-            self._swizzle,
-            L2_PROMOTION_128B,
-            0,
-        )
-        if code:
-            numbers = list((c_uint64 * (2 * rank - 1)).from_address(sizes))
-            shape, steps, box = (tuple(one[::-1]) for one in (numbers[:rank], numbers[rank:], self._boxes[:rank]))
-            strides = (*(step // self.element_bytes for step in steps), 1)
-            check(code, f"describe a {self._dtype} tensor of shape {shape}, strides {strides}, box {box}")
-
-
-@dataclass(frozen=True, slots=True)
-class MapPlace:
-    """Where the descriptors of one tensor of a plan lie, whatever the sizes; bytes are counted from its memory's start.
-
-    Attributes:
-        encoding: what the driver is told of them but the sizes.
-        sizes: bytes before those, see `Encoding.encode`.
-        room: bytes before the first descriptor, or up to `TENSOR_MAP_ALIGNMENT` more than that.
-        entry: the word that holds the address of a descriptor.
-        pointer: the word of the tensor's own address, where a kernel reads that as well.
-    """
-
-    encoding: Encoding
-    sizes: int
-    room: int
-    entry: int
-    pointer: int | None
-
-
-class TensorMaps:
-    """The descriptors (CUtensorMap) of one tensor for TMA, one for each of its last pointers.
-
-    Tensors of a model come back to the same few places. The first descriptor is encoded; those for other pointers are
-    copies of it with another address, and a pointer that was seen lately costs no call of the driver at all.
-    """
-
-    __slots__ = ("_buffers", "_first", "_place", "_start", "_words", "known")
-
-    def __init__(self, place: MapPlace, start: int, words: Any) -> None:
-        """Describe a tensor.
-
-        Args:
-            place: where everything lies.
-            start: the address of a plan's memory, which is kept by whoever holds this object.
-            words: that memory.
-        """
-        self._place, self._start, self._words = place, start, words
-        self._buffers: tuple[Any, ...] = ()
-        self._first = 0  # the pointer of the first descriptor, which is not `known` until there is another one
-        self.known: dict[int, int] = {}
-
-    def at(self, pointer: int) -> int:
-        """The address of the descriptor of the tensor at `pointer`.
-
-        Raises:
-            LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
-        """
-        return self.known.get(pointer) or self.describe(pointer)
-
-    def point_to(self, pointer: int) -> None:
-        """Have the plan's word hold that address.
-
-        Raises:
-            LaunchError: likewise.
-        """
-        self._words[self._place.entry] = self.known.get(pointer) or self.describe(pointer)
-
-    def point_both_to(self, pointer: int) -> None:
-        """And the word of the tensor's own address.
-
-        Raises:
-            LaunchError: likewise.
-        """
-        words, place = self._words, self._place
-        words[place.entry] = self.known.get(pointer) or self.describe(pointer)
-        words[place.pointer] = pointer
-
-    def describe(self, pointer: int) -> int:
-        """The same for a pointer that is not `known`.
-
-        Raises:
-            LaunchError: likewise.
-        """
-        first, known, place = self._first, self.known, self._place
-        if not known:
-            room = self._start + place.room
-            room += -room % TENSOR_MAP_ALIGNMENT
-            if not first:
-                place.encoding.encode(room, pointer, self._start + place.sizes)
-                self._first = pointer
-                return room
-            known[first] = room  # no sooner: at a new length most tensors have one pointer for a while
-            if pointer == first:
-                return room
-        pattern = next(iter(known.values()))
-        is_full = len(known) >= TENSOR_MAPS_KEPT
-        address, buffer = (pattern, None) if is_full else _copy_of(pattern)
-        code = library().cuTensorMapReplaceAddress(address, pointer)
-        if code:
-            check(code, f"describe a tensor at {pointer:#x}")
-        if is_full:
-            del known[next(iter(known))]
-        else:
-            self._buffers = (*self._buffers, buffer)
-        known[pointer] = address
-        return address
-
-
-def _copy_of(pattern: int) -> tuple[int, Any]:
-    """The address of a copy of a descriptor, and what keeps it."""
-    buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-    address = ctypes.addressof(buffer)
-    address += -address % TENSOR_MAP_ALIGNMENT
-    ctypes.memmove(address, pattern, TENSOR_MAP_BYTES)
-    return address, buffer

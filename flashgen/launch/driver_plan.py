@@ -6,11 +6,13 @@ handles of the kernels. A new geometry costs what depends on it: sizes, strides,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from flashgen.codegen.family import Sizes
 from flashgen.launch import driver
 from flashgen.launch.backward import NEG_DELTA, check_backward
 from flashgen.launch.binding import Binding
@@ -19,12 +21,10 @@ from flashgen.launch.feature_arguments import has_arguments
 from flashgen.launch.feature_writers import WriteFeatures, features_writer
 from flashgen.launch.geometry import Q_OFFSET_PLACE, Geometry, scalar_values, scalars
 from flashgen.launch.parameters import WORD_BYTES, Layout
-from flashgen.launch.plan_layout import STREAM_WORD, PlanLayout, PlanMemory
+from flashgen.launch.plan_layout import STREAM_WORD, PlanLayout
 from flashgen.launch.scratch import ScratchPlan
+from flashgen.launch.tensor_maps import MapPlace, PlanMemory, PointTo
 from flashgen.launch.vocabulary import KEY_SPLITS
-
-PointTo = Callable[[int], None]
-"""Makes the descriptors of a tensor point to its memory, or raises `LaunchError` and changes nothing."""
 
 Call = tuple[Any, ...]
 """The `driver.launch_arguments` of a kernel."""
@@ -100,13 +100,13 @@ class DriverPlan:
             else None
         )
 
-    def sized(self, geometry: Geometry) -> SizedPlan | None:
-        """The plan at a geometry, or None if it is of another kind than the first one.
+    def sized(self, geometry: Geometry, sizes: Sizes | None = None) -> SizedPlan | None:
+        """The plan at a geometry, or None if it is of another kind than the first one; `sizes` are its own, if known.
 
         Raises:
             LaunchError: a backward pass cannot have this geometry.
         """
-        binding, sizes = self.binding, geometry.sizes
+        binding, sizes = self.binding, geometry.sizes if sizes is None else sizes
         scratch = binding.scratch
         if self._has_scratch:
             scratch = self._scratch_at(sizes)
@@ -123,26 +123,27 @@ class DriverPlan:
     def calls(self, memory: PlanMemory) -> list[Call]:
         """What the driver is called with for each kernel."""
         start, pointer_to = memory.start, driver.pointer_to
+        if len(self._calls) == 1:  # as most have, without a function of its own for the loop
+            config, function, addresses = self._calls[0]
+            return [(pointer_to(start + config), function, pointer_to(start + addresses), None)]
         return [
             (pointer_to(start + config), function, pointer_to(start + addresses), None)
             for config, function, addresses in self._calls
         ]
 
-    def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo] | None:
-        """Of a plan's memory, what makes the descriptors of a tensor or a piece point to it; None where it has none.
+    def describer(self, subject: str, pointer: str = "") -> PointTo | None:
+        """What makes the descriptors of a tensor or a piece point to its memory; None where it has none.
 
         And the parameter `pointer`, where a kernel has that as well.
         """
         entries, layout = self.entries.get(subject), self.layout
         if entries is None:
             return None
-        word = layout.places[pointer] if pointer in layout.formats else None
+        word, places = layout.places[pointer] if pointer in layout.formats else None, layout.map_places
         if len(entries) > 1:
-            return lambda memory: _all_describer(entries, memory, word)
-        ((number, _),) = entries
-        if word is not None:
-            return lambda memory: memory.maps[number].point_both_to
-        return lambda memory: memory.maps[number].point_to
+            return _all_describer([(places[number], entry) for number, entry in entries], word)
+        ((number, entry),) = entries
+        return places[number].pointer_writer(entry, word)
 
     def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
         """What writes the arguments of features; None where the kernels have none."""
@@ -150,7 +151,7 @@ class DriverPlan:
             return None
         memory = sized.memory
         made = {name: self.describer(subject) for name, subject in self._described_features.items()}
-        describe = {name: describer(memory) for name, describer in made.items() if describer is not None}
+        describe = {name: partial(describer, memory) for name, describer in made.items() if describer is not None}
         return self._write_features(memory.words, scalars(sized.geometry), describe)
 
     def point_counters(self, words: Any, stream: int) -> list[torch.Tensor]:
@@ -186,12 +187,11 @@ class DriverPlan:
         driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {kernel.entry}")
 
 
-def _all_describer(entries: Sequence[tuple[int, int]], memory: PlanMemory, word: int | None) -> PointTo:
-    words, placed = memory.words, [(memory.maps[number], entry) for number, entry in entries]
-
-    def point_all_to(pointer: int) -> None:
-        found = [maps.at(pointer) for maps, _ in placed]  # all or, where one is refused, none
-        for (_, entry), address in zip(placed, found, strict=True):
+def _all_describer(entries: Sequence[tuple[MapPlace, int]], word: int | None) -> PointTo:
+    def point_all_to(memory: PlanMemory, pointer: int) -> None:
+        words = memory.words
+        found = [place.at(memory, pointer) for place, _ in entries]  # all or, where one is refused, none
+        for (_, entry), address in zip(entries, found, strict=True):
             words[entry] = address
         if word is not None:
             words[word] = pointer

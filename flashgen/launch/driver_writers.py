@@ -74,22 +74,18 @@ def scratch_maker(plan: DriverPlan, sized: SizedPlan) -> Callable[[torch.Tensor]
     """Allocates scratch memory beside a tensor and points parameters to its pieces, one by one."""
     scratch, memory, words = sized.scratch, sized.memory, sized.memory.words
     pieces = [
-        (
-            (describer := plan.describer(name)) and describer(memory),
-            plan.layout.places[piece.pointer],
-            piece.offset_bytes,
-        )
+        (plan.describer(name), plan.layout.places[piece.pointer], piece.offset_bytes)
         for name, piece in scratch.pieces.items()
     ]
 
     def new_scratch(beside: torch.Tensor) -> torch.Tensor:
-        memory = scratch.allocate(beside)
-        start = memory.data_ptr()
+        found = scratch.allocate(beside)
+        start = found.data_ptr()
         for describe, word, offset in pieces:
             if describe is not None:
-                describe(start + offset)
+                describe(memory, start + offset)
             words[word] = start + offset
-        return memory
+        return found
 
     return new_scratch
 
@@ -133,15 +129,20 @@ def pointers_writer(plan: DriverPlan) -> Callable[[SizedPlan], Callable[[tuple[i
     optional = [(number, places[one.rows]) for number, one in enumerate(tensors, start=1) if one.rows]
     write_all = struct.Struct(f"<{1 + len(tensors) + len(plan.binding.scratch.pieces)}Q").pack_into
     numbers = {tensor.name: number for number, tensor in enumerate(tensors, start=1)}
-    entries = [(numbers.get(name, 0), name, *one) for name, found in plan.entries.items() for one in found]
+    maps = plan.layout.map_places
+    entries = [
+        (numbers.get(name, 0), name, maps[number].at, entry)
+        for name, found in plan.entries.items()
+        for number, entry in found
+    ]
     entries = [one for one in entries if one[0] or one[1] in plan.binding.scratch.pieces]
 
     def at_sizes(sized: SizedPlan) -> Callable[[tuple[int, ...]], None]:
         pieces, memory, rows = sized.scratch.pieces, sized.memory, sized.geometry.q_shape[2]
-        offsets, words, maps = [piece.offset_bytes for piece in pieces.values()], memory.words, memory.maps
+        offsets, words = [piece.offset_bytes for piece in pieces.values()], memory.words
         described = [
-            (number, 0 if number else pieces[name].offset_bytes, maps[one].known.get, maps[one].describe, entry)
-            for number, name, one, entry in entries
+            (number, 0 if number else pieces[name].offset_bytes, address_at, entry)
+            for number, name, address_at, entry in entries
         ]
 
         def write(pointers: tuple[int, ...]) -> None:
@@ -149,9 +150,8 @@ def pointers_writer(plan: DriverPlan) -> Callable[[SizedPlan], Callable[[tuple[i
             write_all(words, 0, *pointers, *[scratch + offset for offset in offsets])
             for number, word in optional:
                 words[word] = rows if pointers[number] else 0
-            for number, offset, known, describe, entry in described:
-                pointer = pointers[number] + offset
-                words[entry] = known(pointer) or describe(pointer)
+            for number, offset, address_at, entry in described:
+                words[entry] = address_at(memory, pointers[number] + offset)
 
         return write
 

@@ -213,20 +213,22 @@ def scalar_values(geometry: Geometry) -> list[int]:
     """The numbers themselves, in that order."""
     tensors, blocks, packed = geometry.tensors, geometry.blocks, geometry.packed
     (batch, nheads, seqlen_q, _), (pages, nheads_k, seqlen_k, _) = tensors["q"][0], tensors["k"][0]
+    group = nheads // nheads_k
+    if len(tensors) == len(_PLAIN) and blocks is None and packed is None:  # as most new lengths are
+        (_, (a, b, c, _)), (_, (d, e, f, _)), (_, (g, h, i, _)), (_, (s, t, u, _)) = tensors.values()
+        values = [batch, nheads, group, seqlen_q, seqlen_k, seqlen_k - seqlen_q, geometry.alibi_batch_stride]
+        values += (*_ABSENT, 0, seqlen_q, seqlen_k, 0, 0, 0, a, b, c, d, e, f, g, h, i, s, t, u, *_ABSENT, *_ABSENT)
+        return values
     table = (0, 0, 0)
     if packed is not None and packed.table_keys is not None:
         seqlen_k = packed.table_keys
         table = (pages, seqlen_k, packed.table_stride)
-    values = [batch, nheads, nheads // nheads_k, seqlen_q, seqlen_k, seqlen_k - seqlen_q, geometry.alibi_batch_stride]
+    values = [batch, nheads, group, seqlen_q, seqlen_k, seqlen_k - seqlen_q, geometry.alibi_batch_stride]
     if blocks is None:
         values += _ABSENT
     else:
         values += (blocks.query_blocks, blocks.key_blocks, blocks.stride_b, blocks.stride_h)
     values += (0 if packed is None else packed.sequences, seqlen_q, seqlen_k, *table)
-    if len(tensors) == len(_PLAIN):  # written out: most new lengths are of these
-        (_, (a, b, c, _)), (_, (d, e, f, _)), (_, (g, h, i, _)), (_, (s, t, u, _)) = tensors.values()
-        values += (a, b, c, d, e, f, g, h, i, s, t, u, *_ABSENT, *_ABSENT)
-        return values
     for name, (_, strides) in tensors.items():
         values += strides[:3] if name in _STRIDES else strides
     for name in _SCORE_STRIDES:

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 from flashgen.codegen.family import Parameter
-from flashgen.launch.driver import TENSOR_MAP_BYTES
+from flashgen.launch.tensor_maps import TENSOR_MAP_BYTES
 
 SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4}
 POINTER_BYTES = 8

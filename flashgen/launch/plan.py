@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from flashgen.codegen.build import CompiledKernel, CompiledPart
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.values import Features
@@ -107,8 +108,12 @@ class OpenPlan:
         self._head_dims = spec.head_dim, spec.head_dim_v
         self._made: tuple[DriverPlan, Callable[[SizedPlan], Any]] | None = None
 
-    def sized(self, geometry: Geometry) -> Any:
+    def sized(self, geometry: Geometry, sizes: Sizes | None = None) -> Any:
         """The `Launch` or `BackwardLaunch` at a geometry.
+
+        Args:
+            geometry: of the calls.
+            sizes: its sizes, where they are known and none is 0.
 
         Raises:
             LaunchError: as `make_plan` and `make_backward_plan`; or the tensors have other head dims than the kernels,
@@ -118,11 +123,11 @@ class OpenPlan:
         found = tensors["q"][0][3], tensors["v"][0][3]
         if found != self._head_dims:
             raise LaunchError(f"the kernels are for head_dim and head_dim_v {self._head_dims}, got {found}")
-        if geometry.is_empty:
+        if sizes is None and geometry.is_empty:
             return self._empty()
         if self._made is not None:
             plan, launch_at = self._made
-            sized = plan.sized(geometry)
+            sized = plan.sized(geometry, sizes)
             if sized is not None:
                 return launch_at(sized)
         return self._planned(geometry)

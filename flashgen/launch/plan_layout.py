@@ -32,11 +32,11 @@ from flashgen.core.features.score_tensors import Shape4
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch import driver
 from flashgen.launch.binding import Binding, view_of
-from flashgen.launch.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, MapPlace, TensorMaps
 from flashgen.launch.feature_arguments import LOG2E
 from flashgen.launch.geometry import Geometry, scalar_names
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout, block_of, element_of, is_descriptor
 from flashgen.launch.scratch import ScratchPlan
+from flashgen.launch.tensor_maps import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Encoding, MapPlace, PlanMemory
 from flashgen.launch.vocabulary import COUNTER, KEY_SPLITS, OFFSET_TENSOR
 
 ELEMENT_BYTES = {**DTYPE_BYTES, "u8": 1}
@@ -64,7 +64,7 @@ class DescribedTensor:
     """
 
     subject: str
-    encoding: driver.Encoding
+    encoding: Encoding
     sizes: int
     entries: list[int] = field(default_factory=list)
 
@@ -94,23 +94,6 @@ class KernelPlace:
     addresses: int = 0
 
 
-class PlanMemory:
-    """What the driver reads at the launches of one geometry.
-
-    Attributes:
-        words: an array that may be written.
-        start: the address of the first word.
-        maps: the descriptors, in the order of `PlanLayout.described`.
-        stream: the one that launches are on, and that counters are of; -1 where that is to be written.
-    """
-
-    __slots__ = ("maps", "start", "stream", "words")
-
-    def __init__(self, words: Any, start: int, maps: list[TensorMaps], stream: int) -> None:
-        """Hold them."""
-        self.words, self.start, self.maps, self.stream = words, start, maps, stream
-
-
 class _Words:
     """Words in the order in which they are placed: the values that they begin with, and how they are packed."""
 
@@ -137,6 +120,7 @@ class PlanLayout:
         places: the words of the parameters that launches write, by name.
         formats: how the number in the word of a parameter is packed, by name.
         described: every different descriptor once.
+        map_places: where each lies.
         kernels: the places of each kernel.
     """
 
@@ -154,7 +138,8 @@ class PlanLayout:
         described = self._place_descriptors(words, binding, layouts)
         self._place_addresses(words, layouts, named, described)
         self._programs = [(kernel.config, kernel.programs) for kernel in self.kernels]
-        self._mapped = self._map_places(WORD_BYTES * len(words.values), binding)
+        self.map_places = self._map_places(WORD_BYTES * len(words.values))
+        self._undescribed: list[int | dict[int, int]] = [0] * len(self.map_places)
         room = len(self.described) * TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT if self.described else 0
         constants = struct.pack("<" + "".join(words.formats), *words.values) + bytes(room)
         self._begin = -1, constants  # in one piece: another thread may make it anew
@@ -182,13 +167,12 @@ class PlanLayout:
                 if (view is not last and view != last) or element_bytes != width:
                     last, width, found = view, element_bytes, _packed_tensor(*view, element_bytes)
                 packed.append(found)
-        maps = [TensorMaps(place, start, words) for place in self._mapped]
         addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
         self._pack(words, self._sizes_at, *self._scalars(scalars), b"".join(packed), addresses)
         device = self._device
         for config, programs in self._programs:
             words[config] = programs(device, sizes) | HIGH
-        return PlanMemory(words, start, maps, stream)
+        return PlanMemory(words, start, self._undescribed.copy(), stream)
 
     @property
     def stream(self) -> int:
@@ -244,7 +228,7 @@ class PlanLayout:
                     of_sizes = subject, rank, ELEMENT_BYTES[element]
                     if of_sizes not in sizes:
                         sizes[of_sizes] = words.add([POINTER] * (3 * rank - 1)).start
-                    encoding = driver.Encoding(
+                    encoding = Encoding(
                         dtype=element, rank=rank, box=size, swizzle=swizzle, element_bytes=ELEMENT_BYTES[element]
                     )
                     known[key] = DescribedTensor(subject=subject, encoding=encoding, sizes=sizes[of_sizes])
@@ -296,19 +280,10 @@ class PlanLayout:
             sum(one << 64 * n for n, one in enumerate(each)) for each in (offsets, [1] * len(offsets))
         )
 
-    def _map_places(self, first: int, binding: Binding) -> list[MapPlace]:
+    def _map_places(self, first: int) -> list[MapPlace]:
         """Where everything of each descriptor lies, where they come behind `first` bytes."""
-        pointers = {
-            one.name: self.places[one.pointer] for one in binding.direction.tensors if one.pointer in self.formats
-        }
         return [
-            MapPlace(
-                one.encoding,
-                WORD_BYTES * one.driver_sizes,
-                first + number * TENSOR_MAP_BYTES,
-                one.entries[0],
-                pointers.get(one.subject),
-            )
+            MapPlace(number, one.encoding, sizes=WORD_BYTES * one.driver_sizes, room=first + number * TENSOR_MAP_BYTES)
             for number, one in enumerate(self.described)
         ]
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.features.values import Features
@@ -146,7 +147,7 @@ class MadeAnew:
     def __init__(self, kernel: Any, spec: Specialization, config: Config, index: int) -> None:
         self.given = kernel, spec, config, index
 
-    def sized(self, geometry: Geometry) -> Any:
+    def sized(self, geometry: Geometry, sizes: Sizes | None = None) -> Any:
         kernel, spec, config, index = self.given
         make = plan.make_plan if spec.direction == "forward" else plan.make_backward_plan
         return make(kernel, spec, config, geometry, index)

@@ -9,7 +9,7 @@ import torch
 
 from flashgen.codegen.families import family
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver
+from flashgen.launch import tensor_maps
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import Launch, make_plan
 from flashgen.launch.triton_plan import TritonPlan
@@ -131,7 +131,7 @@ def test_tensors_may_change_their_roles(name: str, cuda: FakeDriver) -> None:
 
 def test_more_pointers_than_are_kept_are_described_again(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest descriptor of a tensor is the one that goes, its own last one included."""
-    monkeypatch.setattr(driver, "TENSOR_MAPS_KEPT", 3)
+    monkeypatch.setattr(tensor_maps, "TENSOR_MAPS_KEPT", 3)
     spec, _, _ = kernel("descriptors")
     many = [tensors(spec) for _ in range(5)]
     _, launch = planned("descriptors", cuda, many[0])

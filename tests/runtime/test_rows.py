@@ -13,7 +13,7 @@ import torch
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
-from flashgen.launch import counters, driver
+from flashgen.launch import counters, tensor_maps
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import used_strides
 from tests.fakes.driver import FakeDriver
@@ -82,7 +82,7 @@ def steps(bare_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Steps:
     monkeypatch.setattr(bare_driver, "cuLaunchKernelEx", lambda *given: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # a new descriptor takes 19 calls, which say nothing of packed sequences
-    monkeypatch.setattr(driver.TensorMaps, "describe", lambda maps, pointer: 0)
+    monkeypatch.setattr(tensor_maps.MapPlace, "_describe", lambda place, memory, pointer: 0)
     monkeypatch.setattr(counters, "_FREE", {0: iter(torch.zeros(99, 1, dtype=torch.int32).unbind())})
     return _steps
 

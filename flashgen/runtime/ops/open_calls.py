@@ -84,7 +84,7 @@ class OpenCall:
         if plan is None:
             return None
         try:
-            launch = plan.sized(Geometry({"q": view_q, "k": view_k, "v": view_v, "o": out}))
+            launch = plan.sized(Geometry({"q": view_q, "k": view_k, "v": view_v, "o": out}), sizes)
         except LaunchError:
             return None
         layout = layout_of_view(*out, self._dtype, bshd=bshd) if bshd else (*out, self._dtype)
@@ -122,7 +122,7 @@ class OpenBackwardCall:
         if plan is None:
             return None
         try:
-            launch = plan.sized(Geometry(dict(zip(BACKWARD, (*views, *gradients), strict=True))))
+            launch = plan.sized(Geometry(dict(zip(BACKWARD, (*views, *gradients), strict=True))), sizes)
         except LaunchError:
             return None
         return self._made(launch, [layout_of_view(*gradient, self._dtype, bshd=bshd) for gradient in gradients])
@@ -173,17 +173,22 @@ def is_aligned(view: View4, step: int) -> bool:
 
 def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
     """The sizes of a call, or None where shapes do not fit together, one is 0, or a stride is unusual."""
-    # in one piece for calls of a new length, `is_aligned` of all three among it
-    (shape_q, strides_q), (shape_k, strides_k), (shape_v, strides_v) = q, k, v
+    # in one piece for calls of a new length, `is_aligned` of all three among it; most have the strides of one or two
+    (shape_q, strides_q), (shape_k, strides_k) = q, k
     (batch, nheads, seqlen_q, head_dim), (batch_k, nheads_k, seqlen_k, head_dim_k) = shape_q, shape_k
-    fit = batch == batch_k and head_dim == head_dim_k and (v is k or shape_k[:3] == shape_v[:3])
+    fit = batch == batch_k and head_dim == head_dim_k and (v is k or shape_k[:3] == v[0][:3])
     if not (fit and batch and seqlen_q and seqlen_k and nheads and nheads_k) or nheads % nheads_k:
         return None
     if (batch | nheads | seqlen_q | seqlen_k) > MAX_SIZE:  # which is all ones
         return None
-    (a, b, c, last_q), (d, e, f, last_k), (g, h, i, last_v) = strides_q, strides_k, strides_v
-    if not (last_q == last_k == last_v == 1) or (a | b | c | d | e | f | g | h | i) % step:
-        return None
-    if (c | f | i) >= MAX_ROW_STRIDE:  # a power of 2
+    a, b, rows, last = strides_q
+    others = a | b
+    if k is not q:
+        a, b, c, last_k = strides_k
+        others, rows, last = others | a | b, rows | c, last if last_k == 1 else 0
+    if v is not k:
+        a, b, c, last_v = v[1]
+        others, rows, last = others | a | b, rows | c, last if last_v == 1 else 0
+    if last != 1 or (others | rows) % step or rows >= MAX_ROW_STRIDE:  # a power of 2
         return None
     return Sizes(batch, nheads, nheads_k, seqlen_q, seqlen_k)

@@ -190,10 +190,8 @@ def prepare_open(open_key: tuple[Any, ...], key: tuple[Any, ...], *given: Any) -
         key: of the call, in the memo.
         given: what `OpenCall.run` or `OpenBackwardCall.run` takes beside it.
     """
-    if open_key not in _OPEN:
-        return None
-    with LOCK:
-        found = _OPEN.get(open_key)  # asked within: a `reload` may have come first
+    with LOCK:  # so that no `reload` comes between
+        found = _OPEN.get(open_key)
         run = None if found is None else found.run(key, *given)
         if run is not None:
             _keep(key, run)
