@@ -146,6 +146,8 @@ class Job:
 def planned(shards: int, only: Sequence[str] = ()) -> list[list[Job]]:
     """The jobs of each list: a shard of every race each, and the rest to whichever has the least to do.
 
+    A benchmark is in the same list whatever else is asked for, so a run may be measured in parts.
+
     Raises:
         ValueError: a name in `only` is no benchmark's.
     """
@@ -153,14 +155,14 @@ def planned(shards: int, only: Sequence[str] = ()) -> list[list[Job]]:
     if unknown := [name for name in only if name not in known]:
         raise ValueError(f"a benchmark is one of {', '.join(known)}, got {', '.join(unknown)}")
     lists: list[list[Job]] = [[] for _ in range(shards)]
-    for benchmark in (each for each in BENCHMARKS if each.name in (only or known)):
+    for benchmark in BENCHMARKS:
         if benchmark.is_sharded:
             for shard, jobs in enumerate(lists):
                 jobs.append(Job(benchmark=benchmark, shard=shard, shards=shards))
         else:
             shard = min(range(shards), key=lambda n: sum(job.seconds for job in lists[n]))
             lists[shard].append(Job(benchmark=benchmark, shard=shard))
-    return lists
+    return [[job for job in jobs if job.benchmark.name in (only or known)] for jobs in lists]
 
 
 def divided(lists: Sequence[Sequence[Job]], gpus: int) -> list[list[Job]]:

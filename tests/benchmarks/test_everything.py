@@ -31,6 +31,14 @@ def test_each_gpu_has_a_shard_of_every_race_and_some_of_the_rest() -> None:
     assert max(seconds) - min(seconds) <= 150
 
 
+def test_a_benchmark_is_in_the_same_list_whatever_else_is_asked_for() -> None:
+    for shards in (1, 2, 8):
+        lists = planned(shards)
+        for one in BENCHMARKS:
+            alone = [[job for job in jobs if job.benchmark is one] for jobs in lists]
+            assert planned(shards, [one.name]) == alone
+
+
 def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str]] = []
 

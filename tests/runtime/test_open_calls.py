@@ -21,7 +21,8 @@ from flashgen.runtime.lookup.handover import sdpa_backend
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.ops import serve
-from flashgen.runtime.ops.open_calls import like, view
+from flashgen.runtime.ops.calls import MAX_ROW_STRIDE
+from flashgen.runtime.ops.open_calls import like, sizes_of, view
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, qkv, tensor
 from tests.runtime.ladders import Ladder, config, measured
@@ -118,6 +119,20 @@ def test_what_is_unusual_takes_the_slow_path(gpu: FakeGpu) -> None:
         flashgen.attention(*given)
         assert len(gpu.prepared) == before + 1
     assert [spec.aligned16 for spec, *_ in gpu.planned[3:]] == [False, False, True]
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "kv", "qkv"])
+@pytest.mark.parametrize(("axis", "stride"), [(0, 4), (1, 12), (2, 100), (2, MAX_ROW_STRIDE), (3, 2), (3, 0)])
+def test_strides_that_are_unusual_in_any_of_the_tensors_take_the_slow_path(which: str, axis: int, stride: int) -> None:
+    """Also where several tensors have one view, which is looked at once."""
+    usual = ((2, 4, 48, 64), (4 * 48 * 64, 48 * 64, 64, 1))
+    strides = list(usual[1])
+    strides[axis] = stride
+    odd = (usual[0], tuple(strides))
+    views = {name: odd if name in which else usual for name in "qkv"}
+    assert sizes_of(usual, usual, usual, 8) == Sizes(2, 4, 4, 48, 48)
+    assert sizes_of(views["q"], views["k"], views["v"], 8) is None
+    assert sizes_of(*(tuple(one) for one in views.values()), 8) is None
 
 
 def test_shapes_that_do_not_fit_are_the_same_error_at_any_call(gpu: FakeGpu) -> None:
