@@ -6,6 +6,7 @@ implementations. Benchmarks that take turns do that side by side, and a window s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -76,7 +77,29 @@ class GpuTurns:
 
 @contextlib.contextmanager
 def my_turn() -> Iterator[None]:
-    """Surrounds whatever a benchmark measures; nothing is compiled inside, since all others wait."""
+    """Surrounds whatever a benchmark measures; nothing is compiled inside, since all others wait.
+
+    At its end a process that has taken turns prints how long they were.
+    """
     folder = os.environ.get(VARIABLE)
-    with GpuTurns(Path(folder)).alone(os.getpgrp()) if folder else contextlib.nullcontext():
+    if not folder:
         yield
+        return
+    if not _SPENT:
+        atexit.register(_say_what_was_spent)
+    asked = time.monotonic()
+    with GpuTurns(Path(folder)).alone(os.getpgrp()):
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            _SPENT.append((began - asked, time.monotonic() - began))
+
+
+_SPENT: list[tuple[float, float]] = []
+"""Seconds of each turn of this process: waited for, and taken."""
+
+
+def _say_what_was_spent() -> None:
+    waited, taken = (sum(each) for each in zip(*_SPENT, strict=True))
+    print(f"{len(_SPENT)} turns: {taken:.0f} s, waited for {waited:.0f} s", flush=True)

@@ -80,6 +80,7 @@ def test_no_two_measure_at_once_and_all_come_to_their_end(tmp_path: Path, proces
     turns = GpuTurns(tmp_path)
     sharing = [turns.join(partial(processes, TAKES_TURNS, **{VARIABLE: str(tmp_path)})) for _ in range(3)]
     printed = [process.communicate(timeout=60)[0].decode().splitlines() for process in sharing]
+    assert [lines.pop().partition(":")[0] for lines in printed] == ["8 turns"] * 3
     assert [len(lines) for lines in printed] == [8, 8, 8]
     visits = sorted(tuple(map(float, line.split())) for lines in printed for line in lines)
     assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(visits))
