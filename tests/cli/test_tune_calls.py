@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.codegen.families import default_config
+from flashgen.codegen.families import default_config, usual
+from flashgen.codegen.family import Sizes
 from flashgen.core.calls import CallRecord, add_calls
 from flashgen.core.config import Config
 from flashgen.core.workload import Workload
@@ -20,12 +21,18 @@ from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeExecutor, true_ms
 
 LONG = Workload.parse("b1-h20-hk5-s4096-d128-causal")
-SHORT = Workload.parse("b1-h20-hk5-s1024-d128-causal")
+SHORT = Workload.parse("b1-h20-hk5-s512-d128-causal")
 RARE = Workload.parse("b1-h32-hk8-s512-d64")
 
 
+def served(workload: Workload) -> Config:
+    """What serves a workload without any record."""
+    spec = workload.specialization
+    return usual(default_config(spec, H200), spec, Sizes.of(workload), H200)
+
+
 def called(workload: Workload, calls: int, call_ms: float | None, server: str | None = None) -> CallRecord:
-    config: Config | None = default_config(workload.specialization, H200)
+    config: Config | None = served(workload)
     if server is not None:
         config = None
     name = server if config is None else config.family
@@ -64,7 +71,7 @@ def test_the_longest_share_is_tuned_and_what_was_gained_is_said(
     assert said.index(SHORT.key) < said.index("The time ended before")
     total = re.search(r"Attention of these calls: (\S+) ms before, (\S+) ms now, (\S+)x", said)
     assert total is not None
-    assert float(total[1]) == pytest.approx(1000 * true_ms(SHORT, default_config(SHORT.specialization, H200)), rel=0.05)
+    assert float(total[1]) == pytest.approx(1000 * true_ms(SHORT, served(SHORT)), rel=0.05)
     assert float(total[1]) / float(total[2]) == pytest.approx(float(total[3]), abs=0.01)
     monkeypatch.setattr(tune_module, "LEAST_S", 5.0)
     again = invoke("tune", "--from-calls", file, "--budget", "1s", "--json")
