@@ -14,6 +14,7 @@ in `logs/`. This process itself touches no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,9 @@ PREPARING = 12
 """Processes that compile beforehand, of all lists of a GPU."""
 FP16_PEERS = "flashgen,sdpa-flash,sdpa-cudnn,fa4"
 TAIL_LINES = 3
+LOOK_S = 0.5
+"""How often a list looks whether it is to stop."""
+
 TURNS = "turns"
 """Folder in that of a run: who shares which GPU."""
 
@@ -204,9 +208,15 @@ Runner = Callable[[Job, float], int]
 
 
 def run(
-    jobs: Sequence[Job], done: Done, runner: Runner, *, limit_s: float, clock: Callable[[], float] = time.monotonic
+    jobs: Sequence[Job],
+    done: Done,
+    runner: Runner,
+    *,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    stop: threading.Event | None = None,
 ) -> list[str]:
-    """One GPU's jobs in order; what did not end well, a line each.
+    """One GPU's jobs in order, until somebody stops them; what did not end well, a line each.
 
     A job that has no limit of its own does not start where less time is left than it takes.
     """
@@ -215,6 +225,8 @@ def run(
         left = ends - clock()
         if job.name in done:
             continue
+        if stop is not None and stop.is_set():
+            return wrong
         if left <= 0 or (job.seconds > left and not job.benchmark.has_limit):
             wrong.append(f"{job.name}: not started, {left:.0f} s were left")
             continue
@@ -224,15 +236,18 @@ def run(
             done.add(job.name)
         print(f"shard {job.shard}: {job.name} ended with {code} after {clock() - began:.0f} s", flush=True)
         if code:
-            wrong.append(f"{job.name}: ended with {code}" + (", the time limit" if code == STOPPED else ""))
+            why = "stopped" if stop is not None and stop.is_set() else "the time limit"
+            wrong.append(f"{job.name}: ended with {code}" + (f", {why}" if code == STOPPED else ""))
     return wrong
 
 
-def runner_of(out: Path, gpu: str, commit: str | None, beside: int = 1) -> Runner:
+def runner_of(out: Path, gpu: str, commit: str | None, beside: int = 1, stop: threading.Event | None = None) -> Runner:
     """Each job as a process that sees one GPU alone, and with its own session, so that its children end with it.
 
-    Where so many lists are worked off beside each other on the GPU, it takes turns with theirs.
+    Where so many lists are worked off beside each other on the GPU, it takes turns with theirs. Once somebody stops
+    them, it ends at once.
     """
+    ended = partial(_ended, stop=stop or threading.Event())
     turns = GpuTurns(out / TURNS / gpu) if beside > 1 else None
 
     def runner(job: Job, limit_s: float) -> int:
@@ -245,13 +260,13 @@ def runner_of(out: Path, gpu: str, commit: str | None, beside: int = 1) -> Runne
                 subprocess.Popen[bytes], command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
             )
             if turns is None:
-                code = _ended(start(env=environment), ends)
+                code = ended(start(env=environment), ends)
             elif job.benchmark.is_alone:
                 with turns.alone():
-                    code = _ended(start(env=environment), ends)
+                    code = ended(start(env=environment), ends)
             else:
                 process = turns.join(partial(start, env=environment | {VARIABLE: str(turns.folder)}))
-                code = _ended(process, ends)
+                code = ended(process, ends)
                 turns.leave(process.pid)
         if code not in (0, STOPPED):
             print("\n".join(log.read_text().splitlines()[-TAIL_LINES:]), flush=True)
@@ -260,14 +275,28 @@ def runner_of(out: Path, gpu: str, commit: str | None, beside: int = 1) -> Runne
     return runner
 
 
-def _ended(process: subprocess.Popen[bytes], ends: float) -> int:
+def _ended(process: subprocess.Popen[bytes], ends: float, stop: threading.Event) -> int:
     """The exit code of a process; STOPPED if it was killed, with its group, at a time of the monotonic clock."""
+    while True:
+        left = ends - time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=max(0.0, min(left, LOOK_S)))
+        if left <= 0 or stop.is_set():
+            os.killpg(process.pid, signal.SIGKILL)  # also what stands still in the turn of another one
+            process.wait()
+            return STOPPED
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """What Ctrl-C or SIGTERM sets: jobs have sessions of their own, and would go on, or stand still for ever."""
+    stop = threading.Event()
+    before = {which: signal.signal(which, lambda *_: stop.set()) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return process.wait(timeout=max(0.0, ends - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return STOPPED
+        yield stop
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -284,16 +313,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     shutil.rmtree(options.out / TURNS, ignore_errors=True)  # of processes that are no more
     wrong = list[str]()
+    with _stopped_by_signals() as stop:
 
-    def work(jobs: Sequence[Job], gpu: str) -> None:
-        runner = runner_of(options.out, gpu, options.commit, gpus.count(gpu))
-        wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds))
+        def work(jobs: Sequence[Job], gpu: str) -> None:
+            runner = runner_of(options.out, gpu, options.commit, gpus.count(gpu), stop)
+            wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds, stop=stop))
 
-    threads = [threading.Thread(target=work, args=each) for each in zip(lists, gpus, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        threads = [threading.Thread(target=work, args=each) for each in zip(lists, gpus, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     left = [job for jobs in lists for job in jobs if job.name not in done]
     print("\n".join(sorted(wrong)) or (f"{len(left)} are left" if left else "everything is measured"))
     return STOPPED if left else MISSING if wrong else 0

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from benchmarks import everything
 from benchmarks.everything import BENCHMARKS, Done, Job, main, planned, run, runner_of
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.training_tasks import TASKS
+from tests.processes import alive, eventually
 
 
 def no_done(tmp_path: Path, shards: int = 2) -> Done:
@@ -42,7 +46,7 @@ def test_a_benchmark_is_in_the_same_list_whatever_else_is_asked_for() -> None:
 def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str]] = []
 
-    def runner_of(out: Path, gpu: str, commit: str | None, beside: int) -> everything.Runner:
+    def runner_of(out: Path, gpu: str, commit: str | None, beside: int, _: object) -> everything.Runner:
         assert beside == 1
 
         def runner(job: Job, limit_s: float) -> int:
@@ -151,6 +155,41 @@ def test_a_process_sees_its_gpu_and_is_killed_with_its_children(
     job = planned(2, ["forward"])[1][0]
     assert runner_of(tmp_path, "7", None)(job, 1.0) == STOPPED
     assert (tmp_path / "logs" / "forward.1.txt").read_text() == "7\n"
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_leaves_no_process_behind(
+    which: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the one that measures nor the one that stands still meanwhile, which would do so for ever."""
+    measures = "\n".join(
+        (
+            "import os, time",
+            "from benchmarks.gpu_turns import VARIABLE, my_turn",
+            "while sum(map(str.isdecimal, os.listdir(os.environ[VARIABLE]))) < 2:",
+            "    time.sleep(0.01)",
+            "with my_turn():",
+            "    print(os.getpid(), flush=True)",
+            "    time.sleep(60)",
+        )
+    )
+    monkeypatch.setattr(Job, "command", lambda *_: [everything.sys.executable, "-c", measures])
+    logs = [tmp_path / "logs" / f"forward.{n}.txt" for n in (0, 1)]
+    before, groups = signal.getsignal(which), list[int]()
+
+    def stop() -> None:
+        assert eventually(lambda: any(log.exists() and log.read_text() for log in logs))
+        groups.extend(int(path.name) for path in (tmp_path / "turns/0").iterdir() if path.name.isdecimal())
+        os.kill(os.getpid(), which)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    assert main(["--out", str(tmp_path), "--gpus", "0,0", "--commit", "abc", "--only", "forward"]) == STOPPED
+    stopping.join()
+    assert len(groups) == 2
+    assert not any(map(alive, groups))
+    assert signal.getsignal(which) is before
+    assert "forward.0: ended with 3, stopped\nforward.1: ended with 3, stopped" in capsys.readouterr().out
 
 
 def test_the_list_of_what_is_done_is_whole_at_any_time(tmp_path: Path) -> None:
