@@ -220,12 +220,12 @@ def run(
 
     A job that has no limit of its own does not start where less time is left than it takes.
     """
-    ends, wrong = clock() + limit_s, []
+    ends, wrong, stop = clock() + limit_s, list[str](), stop or threading.Event()
     for job in jobs:
         left = ends - clock()
         if job.name in done:
             continue
-        if stop is not None and stop.is_set():
+        if stop.is_set():
             return wrong
         if left <= 0 or (job.seconds > left and not job.benchmark.has_limit):
             wrong.append(f"{job.name}: not started, {left:.0f} s were left")
@@ -236,8 +236,8 @@ def run(
             done.add(job.name)
         print(f"shard {job.shard}: {job.name} ended with {code} after {clock() - began:.0f} s", flush=True)
         if code:
-            why = "stopped" if stop is not None and stop.is_set() else "the time limit"
-            wrong.append(f"{job.name}: ended with {code}" + (f", {why}" if code == STOPPED else ""))
+            why = ", stopped" if stop.is_set() else ", the time limit"
+            wrong.append(f"{job.name}: ended with {code}" + (why if code == STOPPED else ""))
     return wrong
 
 
@@ -288,12 +288,11 @@ def _ended(process: subprocess.Popen[bytes], ends: float, stop: threading.Event)
 
 
 @contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[threading.Event]:
-    """What Ctrl-C or SIGTERM sets: jobs have sessions of their own, and would go on, or stand still for ever."""
-    stop = threading.Event()
+def _set_by_signals(stop: threading.Event) -> Iterator[None]:
+    """By Ctrl-C or SIGTERM: jobs have sessions of their own, and would go on, or stand still for ever."""
     before = {which: signal.signal(which, lambda *_: stop.set()) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
@@ -312,14 +311,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     shutil.rmtree(options.out / TURNS, ignore_errors=True)  # of processes that are no more
-    wrong = list[str]()
-    with _stopped_by_signals() as stop:
+    wrong, stop = list[str](), threading.Event()
 
-        def work(jobs: Sequence[Job], gpu: str) -> None:
-            runner = runner_of(options.out, gpu, options.commit, gpus.count(gpu), stop)
-            wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds, stop=stop))
+    def work(jobs: Sequence[Job], gpu: str) -> None:
+        runner = runner_of(options.out, gpu, options.commit, gpus.count(gpu), stop)
+        wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds, stop=stop))
 
-        threads = [threading.Thread(target=work, args=each) for each in zip(lists, gpus, strict=True)]
+    threads = [threading.Thread(target=work, args=each) for each in zip(lists, gpus, strict=True)]
+    with _set_by_signals(stop):
         for thread in threads:
             thread.start()
         for thread in threads:
