@@ -47,6 +47,11 @@ def why_not_vllm(step: Step) -> str | None:
         return "vLLM's caches have pages"
     if step.workload.page_size % 16:
         return "vLLM's pages are multiples of 16"
+    return why_not_installed()
+
+
+def why_not_installed() -> str | None:
+    """Why there is no such kernel here, or None."""
     checkout = os.environ.get(CHECKOUT)
     if checkout:
         file = Path(checkout) / f"{MODULE.replace('.', '/')}.py"

@@ -24,156 +24,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.gpu_turns import VARIABLE, GpuTurns
+from benchmarks.jobs import Job, divided, needed, planned
+from benchmarks.peers import PEERS, absent
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT_WINDOWS = ("--warm", "0.06", "--window", "0.15")
-PREPARING = 12
-"""Processes that compile beforehand, of all lists of a GPU."""
-FP16_PEERS = "flashgen,sdpa-flash,sdpa-cudnn,fa4"
 TAIL_LINES = 3
 LOOK_S = 0.5
 """How often a list looks whether it is to stop."""
 
 TURNS = "turns"
 """Folder in that of a run: who shares which GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Benchmark:
-    """One command: its options, about how many seconds it takes on one H200, and how it can be cut short.
-
-    `prepare` is how many processes compile beforehand; one that `is_alone` takes no turns, and has the GPU to its end.
-    """
-
-    name: str
-    module: str
-    seconds: float
-    options: tuple[str, ...] = ()
-    prepare: int = 0
-    is_sharded: bool = False
-    has_limit: bool = False
-    is_alone: bool = False
-
-
-def _race(name: str, seconds: float, *options: str, module: str = "", is_short: bool = True) -> Benchmark:
-    return Benchmark(
-        name=name,
-        module=module or name,
-        seconds=seconds,
-        options=(*options, *SHORT_WINDOWS) if is_short else options,
-        prepare=PREPARING,
-        is_sharded=True,
-        has_limit=True,
-    )
-
-
-def _alone(name: str, seconds: float, *, has_limit: bool = False) -> Benchmark:
-    return Benchmark(name=name, module=name, seconds=seconds, has_limit=has_limit, is_alone=True)
-
-
-def _training(task: str, seconds: float) -> Benchmark:
-    return Benchmark(
-        name=f"training-{task}",
-        module="training",
-        seconds=seconds,
-        options=(task,),
-        prepare=4,
-        has_limit=True,
-        is_alone=True,
-    )
-
-
-BENCHMARKS: tuple[Benchmark, ...] = (
-    _race("forward", 450, "--suite", "forward"),
-    _race("forward_fp16", 300, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward"),
-    Benchmark(name="data", module="data", seconds=950, is_sharded=True, has_limit=True),
-    _race("unseen", 700, is_short=False),
-    _race("varlen", 450, is_short=False),
-    _race("backward", 610),
-    _race("forward_backward", 750),
-    _race("features", 710),
-    _race("models", 670, "--rounds", "2"),
-    Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True),
-    _race("functions", 300, is_short=False),
-    _alone("packed_training", 120, has_limit=True),
-    _alone("overhead", 240),
-    _alone("memory", 90),
-    _alone("spread", 30),
-    _alone("dropout", 60),
-    _training("16384", 150),
-    _training("4096", 120),
-    _training("1024", 120),
-    _training("65536", 90),
-    _training("bert", 100),
-    _training("bert-padded", 120),
-    _training("paths", 80),
-    _alone("models_transformers", 150, has_limit=True),
-    _alone("io", 90, has_limit=True),
-)
-"""In the order in which they are measured: what the README's claims stand on first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A benchmark, or a shard of one, in the list of that shard."""
-
-    benchmark: Benchmark
-    shard: int
-    shards: int = 1
-
-    @property
-    def name(self) -> str:
-        """Unique in a run."""
-        return f"{self.benchmark.name}.{self.shard}" if self.benchmark.is_sharded else self.benchmark.name
-
-    @property
-    def seconds(self) -> float:
-        """About how long it takes on an H200."""
-        return self.benchmark.seconds / self.shards
-
-    def command(self, folder: Path, commit: str | None, limit_s: float, beside: int = 1) -> list[str]:
-        """What is run, as one of so many lists of its GPU; `folder` gets its results."""
-        words = [sys.executable, "-m", f"benchmarks.{self.benchmark.module}", *self.benchmark.options]
-        words += ["--prepare", str(max(1, self.benchmark.prepare // beside))] if self.benchmark.prepare else []
-        words += ["--results", str(folder), "--append"]
-        words += ["--shard", f"{self.shard}/{self.shards}"] if self.benchmark.is_sharded else []
-        words += ["--commit", commit] if commit else []
-        return words + (["--limit-seconds", f"{limit_s:.0f}"] if self.benchmark.has_limit else [])
-
-
-def planned(shards: int, only: Sequence[str] = ()) -> list[list[Job]]:
-    """The jobs of each list: a shard of every race each, and the rest to whichever has the least to do.
-
-    A benchmark is in the same list whatever else is asked for, so a run may be measured in parts.
-
-    Raises:
-        ValueError: a name in `only` is no benchmark's.
-    """
-    known = [each.name for each in BENCHMARKS]
-    if unknown := [name for name in only if name not in known]:
-        raise ValueError(f"a benchmark is one of {', '.join(known)}, got {', '.join(unknown)}")
-    lists: list[list[Job]] = [[] for _ in range(shards)]
-    for benchmark in BENCHMARKS:
-        if benchmark.is_sharded:
-            for shard, jobs in enumerate(lists):
-                jobs.append(Job(benchmark=benchmark, shard=shard, shards=shards))
-        else:
-            shard = min(range(shards), key=lambda n: sum(job.seconds for job in lists[n]))
-            lists[shard].append(Job(benchmark=benchmark, shard=shard))
-    return [[job for job in jobs if job.benchmark.name in (only or known)] for jobs in lists]
-
-
-def divided(lists: Sequence[Sequence[Job]], gpus: int) -> list[list[Job]]:
-    """What each GPU works off: the lists are dealt out in turns, and those of one GPU merged in their common order."""
-    order = {each.name: number for number, each in enumerate(BENCHMARKS)}
-    dealt = ([job for jobs in lists[gpu::gpus] for job in jobs] for gpu in range(gpus))
-    return [sorted(jobs, key=lambda job: order[job.benchmark.name]) for jobs in dealt]
 
 
 class Done:
@@ -310,6 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = Done(options.out / "done.json", commit=options.commit, shards=shards)
     except ValueError as error:
         parser.error(str(error))
+    left = [job for jobs in lists for job in jobs if job.name not in done]
+    if missing := [name for name in absent(needed(left)) if name not in options.without]:
+        parser.error(
+            f"what a benchmark races is installed, or its rows are left out with {_without(missing)}: "
+            + "; ".join(f"{name} needs {PEERS[name].what}" for name in missing)
+        )
     shutil.rmtree(options.out / TURNS, ignore_errors=True)  # of processes that are no more
     wrong, stop = list[str](), threading.Event()
 
@@ -338,9 +209,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shards", type=_positive, help="lists that the work is cut into (default: one for each GPU)")
     parser.add_argument("--only", action="append", default=[], help="a benchmark; repeatable (default: all)")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=list(PEERS), help="rows of what is not here; repeatable"
+    )
     parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="end by then (default: no limit)")
     return parser
+
+
+def _without(names: Sequence[str]) -> str:
+    return " ".join(f"--without {name}" for name in names)
 
 
 def _positive(text: str) -> int:

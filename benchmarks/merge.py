@@ -3,14 +3,15 @@
 python -m benchmarks.merge /tmp/gpu0 /tmp/gpu1 --into benchmarks/results
 
 Each folder is one that a benchmark was given with --results. Files of one name become one file, in the order of the
-suites (those of races of searches in the order of the folders), and nothing is written unless everything fits.
+suites (those of races of searches in the order of the folders), and nothing is written unless everything fits. Rows of
+an implementation that a file has so far are not lost unless `--without` names it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -82,9 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.merge", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder that one process wrote into")
     parser.add_argument("--into", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="IMPL", help="implementation whose rows are lost; repeatable"
+    )
     options = parser.parse_args(arguments)
     try:
-        written = merge(options.folders, options.into)
+        written = merge(options.folders, options.into, options.without)
     except ValueError as error:
         parser.error(str(error))
     for path in written:
@@ -92,12 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def merge(folders: Sequence[Path], into: Path) -> list[Path]:
+def merge(folders: Sequence[Path], into: Path, without: Sequence[str] = ()) -> list[Path]:
     """Write what the folders have together into `into`, in place of its files of the same names, and return the paths.
 
     Raises:
         ValueError: a folder has nothing, files of one name differ in their columns, commits, devices or versions, a
-            row is there twice, or a workload of a suite is nowhere. Nothing has been written.
+            row is there twice, a workload of a suite is nowhere, or an implementation of a file in `into` that is not
+            in `without`. Nothing has been written.
     """
     found: dict[Path, list[Path]] = {}
     for folder in folders:
@@ -110,6 +115,8 @@ def merge(folders: Sequence[Path], into: Path) -> list[Path]:
     drawn = {name: paths for name, paths in found.items() if header_of(paths[0])[:-1] == curves.COLUMNS}
     searched = {name: search_files.join(paths) for name, paths in found.items() if name.name in search_files.FILES}
     tables = {name: _rows(paths) for name, paths in found.items() if name not in drawn and name not in searched}
+    for name, rows in tables.items():
+        _refuse_lost(into / name, {row.impl for row in rows} | {*without})
     joined = {name: curves.join(paths, _place) for name, paths in drawn.items()}
     for name, rows in tables.items():
         ResultsFile(into / name, header_of(found[name][0])).write(rows)
@@ -152,6 +159,14 @@ def _refuse_missing(name: str, rows: Sequence[Row]) -> None:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(f"{name} has every workload of the suite {suite}; no folder has {missing[0]}{more}")
+
+
+def _refuse_lost(path: Path, impls: Collection[str]) -> None:
+    """A peer that was not installed leaves no other trace."""
+    lost = sorted({row.impl for row in read_rows(path)} - {*impls}) if path.exists() else []
+    if lost:
+        flags = " ".join(f"--without {impl}" for impl in lost)
+        raise ValueError(f"{path.name} has rows of {', '.join(lost)}, and no folder has: {flags} loses them")
 
 
 def _place(suite: str, workload: str) -> tuple[int, int]:

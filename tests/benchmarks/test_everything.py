@@ -8,15 +8,21 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import everything
-from benchmarks.everything import BENCHMARKS, Done, Job, main, planned, run, runner_of
+from benchmarks.everything import Done, main, run, runner_of
 from benchmarks.exit_codes import MISSING, STOPPED
+from benchmarks.jobs import BENCHMARKS, Benchmark, Job, divided, needed, planned
+from benchmarks.peers import FA3, FA4, PEERS, VLLM, ZSTANDARD
 from benchmarks.training_tasks import TASKS
 from tests.processes import alive, eventually
+
+WITHOUT = ["--without", FA3, "--without", FA4]
+"""What a machine that runs tests may lack."""
 
 
 def no_done(tmp_path: Path, shards: int = 2) -> Done:
@@ -56,7 +62,8 @@ def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytes
         return runner
 
     monkeypatch.setattr(everything, "runner_of", runner_of)
-    given = ["--out", str(tmp_path), "--commit", "abc", "--only", "forward", "--only", "backward", "--only", "memory"]
+    only = ["--only", "forward", "--only", "backward", "--only", "memory"]
+    given = ["--out", str(tmp_path), "--commit", "abc", *only, *WITHOUT]
     assert main([*given, "--gpus", "4,7"]) == STOPPED
     assert sorted(ran) == [
         *(("backward.0", "4"), ("backward.1", "7"), ("forward.0", "4"), ("forward.1", "7"), ("memory", "4"))
@@ -64,7 +71,7 @@ def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytes
     ran.clear()
     assert main([*given, "--gpus", "2", "--shards", "2"]) == 0
     assert ran == [("backward.1", "2")]
-    alone = [job.name for job in everything.divided(planned(2, ["forward", "backward", "memory"]), 1)[0]]
+    alone = [job.name for job in divided(planned(2, ["forward", "backward", "memory"]), 1)[0]]
     assert alone == ["forward.0", "forward.1", "backward.0", "backward.1", "memory"]
     with pytest.raises(SystemExit):
         main([*given, "--shards", "0"])
@@ -82,6 +89,39 @@ def test_a_list_that_breaks_off_is_not_said_to_be_measured(
     assert capsys.readouterr().out == "1 are left\n"
 
 
+@pytest.mark.parametrize(("lacks", "only"), [(VLLM, "decode"), (ZSTANDARD, "overhead"), (FA3, "forward")])
+def test_a_run_does_not_begin_without_what_it_races(
+    lacks: str, only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in PEERS:
+        monkeypatch.setitem(PEERS, name, replace(PEERS[name], is_here=lambda name=name: name != lacks))
+    ran: list[str] = []
+
+    def runner_of(*_: object) -> everything.Runner:
+        def runner(job: Job, limit_s: float) -> int:
+            ran.append(job.name)
+            return 0
+
+        return runner
+
+    monkeypatch.setattr(everything, "runner_of", runner_of)
+    given = ["--out", str(tmp_path), "--commit", "abc"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--only", only])
+    said = capsys.readouterr().err
+    assert f"left out with --without {lacks}: {lacks} needs {PEERS[lacks].what}\n" in said
+    assert ran == []
+    assert main([*given, "--only", "spread"]) == 0
+    assert main([*given, "--only", only, "--without", lacks]) == 0
+    assert main([*given, "--only", only]) == 0, "what is done needs nothing any more"
+    assert [name.split(".")[0] for name in ran] == ["spread", only]
+
+
+def test_what_a_benchmark_needs_is_told() -> None:
+    assert needed(planned(1, ["decode", "overhead", "spread"])[0]) == sorted((FA3, FA4, VLLM, ZSTANDARD))
+    assert needed(planned(1, ["spread"])[0]) == []
+
+
 def test_every_task_of_training_is_there_once() -> None:
     trained = [each.options[0] for each in BENCHMARKS if each.module == "training"]
     assert sorted(trained) == sorted(TASKS)
@@ -93,7 +133,7 @@ class Parsed(Exception):
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda each: each.name)
 def test_every_command_is_one_that_its_benchmark_takes(
-    benchmark: everything.Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parse = argparse.ArgumentParser.parse_args
 
@@ -184,7 +224,8 @@ def test_a_run_that_is_stopped_leaves_no_process_behind(
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    assert main(["--out", str(tmp_path), "--gpus", "0,0", "--commit", "abc", "--only", "forward"]) == STOPPED
+    given = ["--out", str(tmp_path), "--gpus", "0,0", "--commit", "abc", "--only", "forward", *WITHOUT]
+    assert main(given) == STOPPED
     stopping.join()
     assert len(groups) == 2
     assert not any(map(alive, groups))

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import everything, race
-from benchmarks.everything import Benchmark, Job, runner_of
+from benchmarks.everything import runner_of
 from benchmarks.gpu_turns import VARIABLE, GpuTurns, my_turn
+from benchmarks.jobs import Benchmark, Job
 from tests.benchmarks.races import FakeGpu, impl_of, raced
 from tests.processes import eventually
 

@@ -49,6 +49,20 @@ def test_shards_become_the_file_that_one_gpu_would_have_written(tmp_path: Path) 
     assert {each.date for each in rows} == {"2026-11-20", "2026-11-21"}
 
 
+def test_rows_of_a_peer_are_lost_only_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    into = write(tmp_path / "into", [*ROWS, row(paper_grid()[0], "vllm", 90.0)])
+    before = (into / NAME).read_bytes()
+    given = [*map(str, shards(tmp_path)), "--into", str(into)]
+    with pytest.raises(SystemExit, match="2"):
+        main(given)
+    assert "forward.csv has rows of vllm, and no folder has: --without vllm loses them" in capsys.readouterr().err
+    assert (into / NAME).read_bytes() == before
+    assert main([*given, "--without", "vllm"]) == 0
+    assert {each.impl for each in read_rows(into / NAME)} == {"flashgen", "flex"}
+
+
 def test_runs_of_training_are_merged_with_their_losses(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, lengths in zip(folders, ((16384, 1024), (4096,)), strict=True):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.everything import Done, planned
+from benchmarks.everything import Done
+from benchmarks.jobs import planned
 from benchmarks.results import ResultsFile, header_of, read_rows
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/unfinished"
