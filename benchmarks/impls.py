@@ -304,3 +304,11 @@ IMPLS: tuple[Impl, ...] = (
         share=STANDARD_SHARE,
     ),
 )
+
+EFFICIENT = Impl(
+    name="sdpa-efficient",
+    version=torch_version,
+    unsupported=partial(baselines.unsupported, "sdpa-efficient"),
+    prepare=partial(_sdpa, "sdpa-efficient"),
+)
+"""The fastest of torch's kernels in float32 alone, so it races where there is such a workload."""

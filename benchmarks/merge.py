@@ -19,6 +19,7 @@ from benchmarks import curves, search_files
 from benchmarks.decode_cases import GRID, MORE, MORE_SUITE
 from benchmarks.decode_cases import SUITE as DECODE_SUITE
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE, memory_grid, training_grid
+from benchmarks.regressions import WORKLOADS as REGRESSIONS
 from benchmarks.results import RESULTS, ResultsFile, Row, Subject, header_of, read_rows
 from benchmarks.speedup import SPEEDUP_SUITE, speedup_grid
 from benchmarks.suites import (
@@ -59,6 +60,7 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     "features": features_grid,
     "window": window_grid,
     DATA_SUITE: data_grid,
+    **{name: partial(tuple[Workload, ...], workloads) for name, workloads in REGRESSIONS.items()},
     DECODE_SUITE: lambda: [step.workload for step in GRID],
     MORE_SUITE: lambda: [step.workload for step in MORE],
     MEMORY_SUITE: memory_grid,

@@ -63,6 +63,7 @@ FILES = (
     "forward_backward.csv",
     "data.csv",
     "unseen.csv",
+    "regressions.csv",
     "models.csv",
     "models_transformers.csv",
     "decode.csv",

@@ -14,6 +14,7 @@ from benchmarks.markdown import by_workload, image, mean, provenance, speedup, t
 from benchmarks.memory import MEMORY_SUITE, fit_of
 from benchmarks.model_tables import model_parts
 from benchmarks.race_tables import RACES, TITLES, race_parts
+from benchmarks.regressions_tables import regressions_parts
 from benchmarks.results import Row
 from benchmarks.speedup_tables import speedup_parts
 from benchmarks.training_tables import training_parts
@@ -54,6 +55,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
         parts += race_parts(device_slug, rows, suite, charts)
     parts += data_parts(device_slug, rows, charts)
     parts += unseen_parts(rows)
+    parts += regressions_parts(rows)
     parts += training_parts(device_slug, rows, charts)
     parts += model_parts(rows)
     parts += decode_parts(rows)

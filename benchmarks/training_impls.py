@@ -17,7 +17,7 @@ import torch
 
 import flashgen
 from benchmarks import fa4
-from benchmarks.impls import IMPLS, Call, Impl, results_of
+from benchmarks.impls import EFFICIENT, IMPLS, Call, Impl, results_of
 from benchmarks.problems import TrainingInputs, forward_of
 from flashgen.core.workload import Workload
 from flashgen.measure import backward_baselines
@@ -25,7 +25,7 @@ from flashgen.measure.inputs import Inputs
 
 Gradients = tuple[torch.Tensor, ...]
 
-SDPA = ("sdpa-flash", "sdpa-cudnn")
+SDPA = ("sdpa-flash", "sdpa-cudnn", EFFICIENT.name)
 NOT_TRAINING = "a forward pass is not training"
 
 BSHD = ("fa3", "fa4")
@@ -143,7 +143,7 @@ _SAME_BITS = replace(_FORWARD["flashgen"], name="flashgen-deterministic", prepar
 _TRAINING: tuple[Impl, ...] = (
     _FORWARD["flashgen"],
     _SAME_BITS,
-    *(_FORWARD[name] for name in (*SDPA, "flex", "fa4", "standard")),
+    *(_FORWARD[name] for name in ("sdpa-flash", "sdpa-cudnn", "flex", "fa4", "standard")),
 )
 
 _OWN_BACKWARD: dict[str, Callable[[Workload, Inputs], Call]] = {
@@ -173,3 +173,4 @@ def together(impl: Impl) -> Impl:
 
 BACKWARD: tuple[Impl, ...] = tuple(alone(impl) for impl in _TRAINING)
 FORWARD_BACKWARD: tuple[Impl, ...] = tuple(together(impl) for impl in _TRAINING)
+EFFICIENT_BACKWARD = alone(EFFICIENT)

@@ -12,26 +12,18 @@ import argparse
 import math
 import random
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from benchmarks.exit_codes import MISSING, STOPPED
-from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
+from benchmarks import mixed_races
+from benchmarks.forward import add_race_arguments
 from benchmarks.impls import IMPLS, Impl
-from benchmarks.prepared import add_prepare_arguments, compile_part, prepare, undone
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.results import RACE_COLUMNS, ResultsFile
+from benchmarks.mixed_races import race_suites
+from benchmarks.prepared import add_prepare_arguments
+from benchmarks.provenance import add_arguments
 from benchmarks.training_impls import BACKWARD
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
-from flashgen.tuning.shards import Shard
 
 PEERS = ("flashgen", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
 
@@ -116,36 +108,17 @@ def raced(direction: str) -> tuple[Impl, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
-    began = time.monotonic()
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
-        names = {impl.name for impl in chosen(options.impls, raced("forward"))}
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "unseen.csv"
-        file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
-    codes = set()
-    with tempfile.TemporaryDirectory() as scratch:
-        serve_generated(options.db, Path(scratch))
-        done, races = file.done(provenance.commit), []
-        for name in options.suite or SUITES:
-            shapes = workloads(name, seed=options.seed, count=options.count)
-            impls = [impl for impl in raced(SUITES[name].direction) if impl.name in names]
-            races.append((name, shapes, impls, undone([(name, shapes)], impls, shard, done)))
-        if options.compile_part is None:
-            if any(left for *_, left in races):
-                prepare("unseen", sys.argv[1:] if arguments is None else arguments, options.prepare, say)
-            racer = racer_of(options, provenance)
-        for name, shapes, impls, left in races:
-            with torch.no_grad() if SUITES[name].direction == "forward" else nullcontext():
-                if options.compile_part is not None:
-                    compile_part(options.compile_part, left, impls, torch.device("cuda", 0), say)
-                    continue
-                limit_s = options.limit_seconds - (time.monotonic() - began)
-                codes.add(run([(name, shapes)], impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say))
-    return next((code for code in (STOPPED, MISSING) if code in codes), 0)
+    suites = [
+        mixed_races.Suite(
+            name=name,
+            workloads=workloads(name, seed=options.seed, count=options.count),
+            impls=raced(SUITES[name].direction),
+        )
+        for name in options.suite or SUITES
+    ]
+    return race_suites("unseen", suites, raced("forward"), parser, options, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

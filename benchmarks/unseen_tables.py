@@ -23,7 +23,10 @@ LISTED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One shape: the speed of flashgen over that of the fastest peer. Rates of a file are too coarse for small ones."""
+    """One shape: the speed of flashgen over that of the fastest peer. Rates of a file are too coarse for small ones.
+
+    `peer` is the name of an implementation.
+    """
 
     workload: str
     ratio: float
@@ -59,7 +62,7 @@ def compared(rows: Sequence[Row], suite: str) -> list[Compared]:
         own, peers = by_impl.get("flashgen"), {impl: ms for impl, ms in by_impl.items() if impl != "flashgen"}
         if own and peers:
             best = min(peers, key=lambda impl: peers[impl])
-            found.append(Compared(workload=workload, ratio=peers[best] / own, peer=TITLES[best]))
+            found.append(Compared(workload=workload, ratio=peers[best] / own, peer=best))
     return found
 
 
@@ -68,5 +71,5 @@ def _behind(every: Sequence[Compared]) -> list[str]:
     if not behind:
         return []
     lines = [table_row(["behind a peer", "speed over it", "peer"]), table_row(["---", "---:", "---"])]
-    lines += [table_row([f"`{one.workload}`", f"{one.ratio:.2f}", one.peer]) for one in behind]
+    lines += [table_row([f"`{one.workload}`", f"{one.ratio:.2f}", TITLES[one.peer]]) for one in behind]
     return ["\n".join(lines)]

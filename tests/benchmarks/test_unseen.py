@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report, unseen
+from benchmarks import mixed_races, report, unseen
 from benchmarks.exit_codes import STOPPED
 from benchmarks.impls import Impl
 from benchmarks.provenance import Provenance
@@ -79,8 +79,8 @@ class Races:
 @pytest.fixture
 def races(monkeypatch: pytest.MonkeyPatch) -> Races:
     found = Races()
-    monkeypatch.setattr(unseen, "racer_of", lambda options, provenance: found)
-    monkeypatch.setattr(unseen, "serve_generated", lambda db, scratch: None)
+    monkeypatch.setattr(mixed_races, "racer_of", lambda options, provenance: found)
+    monkeypatch.setattr(mixed_races, "serve_generated", lambda db, scratch: None)
     monkeypatch.setattr(Provenance, "here", lambda commit: SHARED)
     return found
 
@@ -102,7 +102,15 @@ def test_a_run_can_be_cut_and_shared(races: Races, tmp_path: Path) -> None:
     given = ["--count", "4", "--suite", "unseen", "--results", str(tmp_path)]
     assert unseen.main([*given, "--limit-seconds", "0"]) == STOPPED
     assert unseen.main([*given, "--shard", "1/2", "--impls", "flashgen,fa3"]) == 0
-    assert races.seen == list(workloads("unseen", seed=1, count=4)[1::2])
+    mine = list(workloads("unseen", seed=1, count=4)[1::2])
+    assert races.seen == mine
+    races.seen.clear()
+    assert unseen.main([*given, "--only", mine[1].key]) == 0
+    assert races.seen == mine[1:]
+    races.seen.clear()
+    assert unseen.main(["--count", "2", "--suite", "unseen_backward", "--results", str(tmp_path)]) == 0
+    assert len(races.seen) == 2
+    assert unseen.main([*given, "--shard", "1/2", "--impls", "flashgen,fa3"]) == 0
     assert {row.impl for row in read_rows(tmp_path / SHARED.slug / "unseen.csv")} == {"flashgen", "fa3"}
 
 
@@ -122,13 +130,13 @@ def test_what_is_raced_is_compiled_in_processes_of_the_same_shard(
         assert {impl.name for impl in impls} <= set(PEERS)
         called.append(tuple(shapes))
 
-    monkeypatch.setattr(unseen, "compile_part", compiled)
+    monkeypatch.setattr(mixed_races, "compile_part", compiled)
     given = ["--count", "4", "--shard", "1/2", "--results", str(tmp_path)]
     assert unseen.main([*given, "--compile-part", "2/3"]) == 0
     assert called == [workloads(name, seed=1, count=4)[1::2] for name in SUITES]
     assert not races.seen
     started = list[tuple[object, ...]]()
-    monkeypatch.setattr(unseen, "prepare", lambda *given: started.append(given[:3]))
+    monkeypatch.setattr(mixed_races, "prepare", lambda *given: started.append(given[:3]))
     assert unseen.main([*given, "--prepare", "3"]) == 0
     assert started == [("unseen", [*given, "--prepare", "3"], 3)]
     assert sorted(map(str, races.seen)) == sorted(str(shape) for shapes in called for shape in shapes)
