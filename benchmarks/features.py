@@ -20,7 +20,7 @@ from benchmarks.forward import chosen, run, say, served_by
 from benchmarks.impls import Impl
 from benchmarks.memory import extra_bytes
 from benchmarks.prepared import add_prepare_arguments, prepared
-from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
+from benchmarks.provenance import Provenance, add_arguments, add_db_argument, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import MEMORY_COLUMNS, ResultsFile
 from benchmarks.suites import features_grid, select, window_grid
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
     add_shard_argument(parser)
     add_prepare_arguments(parser)
-    parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
+    add_db_argument(parser)
     return parser
 
 

@@ -22,7 +22,7 @@ from benchmarks.flex_variants import CHOICES, FLEX, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.prepared import Say, add_prepare_arguments, prepared
 from benchmarks.problems import forward_of
-from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
+from benchmarks.provenance import Provenance, add_arguments, add_db_argument, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
 from benchmarks.suites import FP16_SUITE, SUITES, select, work_of
@@ -258,7 +258,7 @@ def add_race_arguments(parser: argparse.ArgumentParser, impls: Sequence[Impl]) -
     parser.add_argument("--rounds", type=int, default=3, help="visits of each implementation (%(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
     add_shard_argument(parser)
-    parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
+    add_db_argument(parser)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True, needs=(FA3, FA4, VLLM)),
     _race("functions", 300, is_short=False, needs=(FA4,)),
     _race("regressions", 150, needs=(FA3, FA4)),
+    Benchmark(name="accuracy", module="accuracy", seconds=120, is_sharded=True, has_limit=True, needs=(FA3, FA4)),
     _alone("packed_training", 120, has_limit=True),
     _alone("overhead", 240, FA3, ZSTANDARD),
     _alone("memory", 90),

@@ -16,6 +16,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks import curves, search_files
+from benchmarks.accuracy import SUITE as ACCURACY_SUITE
+from benchmarks.accuracy import accuracy_grid
 from benchmarks.decode_cases import GRID, MORE, MORE_SUITE
 from benchmarks.decode_cases import SUITE as DECODE_SUITE
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE, memory_grid, training_grid
@@ -60,6 +62,7 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     "features": features_grid,
     "window": window_grid,
     DATA_SUITE: data_grid,
+    ACCURACY_SUITE: accuracy_grid,
     **{name: partial(tuple[Workload, ...], workloads) for name, workloads in REGRESSIONS.items()},
     DECODE_SUITE: lambda: [step.workload for step in GRID],
     MORE_SUITE: lambda: [step.workload for step in MORE],
@@ -75,7 +78,7 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
 """The workloads of each suite that several GPUs may share, both in the order of the files. A suite that is not here is
 taken as it is."""
 
-KINDS: Mapping[str, Sequence[str]] = {DATA_SUITE: tuple(DATA_KINDS)}
+KINDS: Mapping[str, Sequence[str]] = dict.fromkeys((DATA_SUITE, ACCURACY_SUITE), tuple(DATA_KINDS))
 """The kinds of data of a suite that has each of its workloads on several. Rows of packed sequences
 and of decoding name the profile of their workload, and those of all others nothing."""
 

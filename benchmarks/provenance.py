@@ -136,6 +136,11 @@ def add_shard_argument(
     )
 
 
+def add_db_argument(parser: argparse.ArgumentParser) -> None:
+    """The option of what `serve_generated` serves."""
+    parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
+
+
 def serve_generated(db: Path | None, scratch: Path) -> None:
     """Let `flashgen.attention` serve generated kernels only, from `db` or else from the shipped databases alone.
 

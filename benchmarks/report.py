@@ -62,6 +62,7 @@ FILES = (
     "backward.csv",
     "forward_backward.csv",
     "data.csv",
+    "accuracy.csv",
     "unseen.csv",
     "regressions.csv",
     "models.csv",

@@ -63,6 +63,9 @@ SPREAD_NUMBERS = (
 SPREAD_COLUMNS = (*COLUMNS[:4], *SPREAD_NUMBERS, *COLUMNS[7:])
 """Columns of `spread.csv`."""
 
+ACCURACY_COLUMNS = (*COLUMNS[:2], "data", *COLUMNS[2:4], "relative_error", "worst_row", *COLUMNS[7:])
+"""Columns of `accuracy.csv`."""
+
 IO_NUMBERS = ("hbm_read_bytes", "hbm_write_bytes", "l2_bytes", "kernels")
 IO_COLUMNS = (*COLUMNS[:4], *IO_NUMBERS, "median_ms", *COLUMNS[7:])
 """Columns of `io.csv`."""
@@ -89,6 +92,8 @@ FORMATS = {
     "ulps_max": ".4g",
     "ulps_mean": ".3g",
     "others_differing": "d",
+    "relative_error": ".4g",
+    "worst_row": ".4g",
     **dict.fromkeys(IO_NUMBERS, "d"),
 }
 """How numbers are written; the other columns are text."""
@@ -120,7 +125,8 @@ class Row:
     `training_tables` finds them in the curves. Of a race, `outcome` is the reason why an implementation has no time,
     `timing` says how its time was taken, `graph` or `queue`, `data` is the kind of data where a file has several
     (`flashgen.measure.data_kinds`), and `function` what a call has beside its workload (`functions_cases`).
-    What repeats of one call differ by is explained in `spread.Spread`. Of a call under the profiler, `hbm_read_bytes`,
+    What repeats of one call differ by is explained in `spread.Spread`, and distances from float64 in
+    `accuracy.Distance`. Of a call under the profiler, `hbm_read_bytes`,
     `hbm_write_bytes` and `l2_bytes` (between L2 and the SMs) are what its `kernels` moved, and `median_ms` is their
     time. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
     """
@@ -154,6 +160,8 @@ class Row:
     ulps_max: float | None = None
     ulps_mean: float | None = None
     others_differing: int | None = None
+    relative_error: float | None = None
+    worst_row: float | None = None
     hbm_read_bytes: int | None = None
     hbm_write_bytes: int | None = None
     l2_bytes: int | None = None

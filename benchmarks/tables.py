@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.accuracy_tables import accuracy_parts
 from benchmarks.data_tables import data_parts
 from benchmarks.decode_tables import decode_parts
 from benchmarks.dropout_tables import dropout_parts
@@ -54,6 +55,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     for suite in RACES:
         parts += race_parts(device_slug, rows, suite, charts)
     parts += data_parts(device_slug, rows, charts)
+    parts += accuracy_parts(rows)
     parts += unseen_parts(rows)
     parts += regressions_parts(rows)
     parts += training_parts(device_slug, rows, charts)

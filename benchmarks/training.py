@@ -27,7 +27,7 @@ from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import say
 from benchmarks.impls import cudnn_version, torch_version
 from benchmarks.prepared import Say, side_by_side
-from benchmarks.provenance import ROOT, Provenance, add_arguments, serve_generated
+from benchmarks.provenance import ROOT, Provenance, add_arguments, add_db_argument, serve_generated
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, Row
 from benchmarks.training_tasks import BY_DEFAULT, COMPILED, MODES, TASKS, Task
 from flashgen.core.errors import FlashgenError
@@ -269,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prepare", type=int, default=0, metavar="N", help="first compile in N processes side by side, untimed"
     )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no run that would end later")
-    parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
+    add_db_argument(parser)
     return parser
 
 

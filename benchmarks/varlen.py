@@ -21,7 +21,7 @@ from benchmarks.flex_variants import CHOICES
 from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import results_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, release, share_of
-from benchmarks.provenance import Provenance, serve_generated
+from benchmarks.provenance import Provenance, add_db_argument, serve_generated
 from benchmarks.race import Entry, RaceStopwatch, attempt, by_load, timed, trial_ms
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
 from benchmarks.time_limit import TimeLimit
@@ -224,7 +224,7 @@ def line_of(pack: Pack, impl: VarlenImpl, found: Timed | str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.varlen", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--db", type=Path, help="a tuning database above the shipped ones")
+    add_db_argument(parser)
     parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help="variants of FlexAttention (%(default)s)")
     add_case_arguments(parser)
     add_prepare_arguments(parser)
