@@ -185,8 +185,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong, stop = list[str](), threading.Event()
 
     def work(jobs: Sequence[Job], gpu: str) -> None:
-        runner = runner_of(options.out, gpu, options.commit, gpus.count(gpu), stop)
-        wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds, stop=stop))
+        try:
+            runner = runner_of(options.out, gpu, options.commit, gpus.count(gpu), stop)
+            wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds, stop=stop))
+        except Exception as error:  # noqa: BLE001 - the other lists go on, and a thread's own report names no list
+            names = ", ".join(job.name for job in jobs if job.name not in done)
+            wrong.append(f"{names}: the list broke off: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=each) for each in zip(lists, gpus, strict=True)]
     with _set_by_signals(stop):

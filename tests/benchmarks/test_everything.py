@@ -77,16 +77,26 @@ def test_what_two_gpus_began_one_goes_on_with(tmp_path: Path, monkeypatch: pytes
         main([*given, "--shards", "0"])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_list_that_breaks_off_is_not_said_to_be_measured(
+def test_a_list_that_breaks_off_is_told_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def runner_of(*_: object) -> everything.Runner:
-        raise OSError("no space is left")
+    ran: list[str] = []
+
+    def runner_of(out: Path, gpu: str, *_: object) -> everything.Runner:
+        def runner(job: Job, limit_s: float) -> int:
+            ran.append(job.name)
+            if gpu == "1":
+                raise OSError("no space is left")
+            return 0
+
+        return runner
 
     monkeypatch.setattr(everything, "runner_of", runner_of)
-    assert main(["--out", str(tmp_path), "--commit", "abc", "--only", "spread"]) == STOPPED
-    assert capsys.readouterr().out == "1 are left\n"
+    given = ["--out", str(tmp_path), "--commit", "abc", "--gpus", "0,1", "--only", "forward", "--only", "backward"]
+    assert main([*given, *WITHOUT]) == STOPPED
+    said = "forward.1, backward.1: the list broke off: OSError: no space is left\n"
+    assert capsys.readouterr().out.endswith(said)
+    assert sorted(ran) == ["backward.0", "forward.0", "forward.1"]
 
 
 @pytest.mark.parametrize(("lacks", "only"), [(VLLM, "decode"), (ZSTANDARD, "overhead"), (FA3, "forward")])
