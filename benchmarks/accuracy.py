@@ -23,13 +23,13 @@ from benchmarks.data import data_jobs
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import Job, chosen, say
 from benchmarks.impls import IMPLS, Impl, results_of
+from benchmarks.opened import opened, usage_of
 from benchmarks.problems import Problem, problem
 from benchmarks.provenance import Provenance, add_arguments, add_db_argument, add_shard_argument, serve_generated
 from benchmarks.race import attempt
 from benchmarks.results import ACCURACY_COLUMNS, ResultsFile, Row, left_of
 from benchmarks.suites import data_grid, select
 from benchmarks.time_limit import TimeLimit
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure.data_kinds import DATA_KINDS
 from flashgen.tuning.shards import Shard
@@ -61,13 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+    with usage_of(parser):
         impls = chosen(options.impls, PEERS)
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "accuracy.csv"
-        file = ResultsFile(path, ACCURACY_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, "accuracy", ACCURACY_COLUMNS)
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         jobs = data_jobs(select(accuracy_grid(), options.only), options.data or DATA_KINDS, shard)

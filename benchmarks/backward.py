@@ -17,12 +17,12 @@ from pathlib import Path
 from benchmarks.flex_variants import with_flex
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import Impl
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import add_prepare_arguments, prepared
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.results import RACE_COLUMNS, ResultsFile
+from benchmarks.provenance import add_arguments, serve_generated
+from benchmarks.results import RACE_COLUMNS
 from benchmarks.suites import BACKWARD_SUITE, backward_grid, select
 from benchmarks.training_impls import BACKWARD, alone
-from flashgen.core.errors import FlashgenError
 from flashgen.tuning.shards import Shard
 
 
@@ -49,14 +49,10 @@ def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> i
     add_race_arguments(parser, what.impls)
     add_prepare_arguments(parser)
     options = parser.parse_args(arguments)
-    try:
+    with usage_of(parser):
         impls = with_flex(chosen(options.impls, what.impls), options.flex, what.wrap)
         shard = Shard.parse(options.shard)
-        provenance = Provenance.here(options.commit)
-        path = options.results / provenance.slug / f"{what.suite}.csv"
-        file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+        provenance, file = opened(options, what.suite, RACE_COLUMNS)
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         jobs = [(what.suite, select(backward_grid(), options.only))]

@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.forward import Job, add_race_arguments, chosen, racer_of, run_jobs, say
 from benchmarks.impls import IMPLS
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.results import DATA_COLUMNS, ResultsFile
+from benchmarks.opened import opened, usage_of
+from benchmarks.provenance import add_arguments, serve_generated
+from benchmarks.results import DATA_COLUMNS
 from benchmarks.suites import DATA_SUITE, data_grid, select
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure.data_kinds import DATA_KINDS
 from flashgen.tuning.shards import Shard
@@ -36,13 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+    with usage_of(parser):
         impls = chosen(options.impls, PEERS)
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "data.csv"
-        file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, "data", DATA_COLUMNS)
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         jobs = data_jobs(select(data_grid(), options.only), options.data or DATA_KINDS, shard)

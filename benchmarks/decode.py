@@ -20,11 +20,11 @@ from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.decode_cases import IMPLS, STEPS, Caches, DecodeImpl, Step, caches
 from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import Call
+from benchmarks.opened import opened, usage_of
 from benchmarks.provenance import Provenance, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS, attempt
-from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
+from benchmarks.results import DATA_COLUMNS, Row
 from benchmarks.time_limit import TimeLimit
-from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, Window, interleave, make_unit
 from flashgen.tuning.shards import Shard
@@ -38,12 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     names = [name for name in options.impls.split(",") if name]
-    try:
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "decode.csv"
-        file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, "decode", DATA_COLUMNS)
     impls = [impl for impl in IMPLS if not names or impl.name in names]
     ahead = Ahead(
         file, provenance.commit, [impl.name for impl in impls], shard, TimeLimit(options.limit_seconds, time.monotonic)

@@ -23,8 +23,9 @@ from torch.utils.benchmark import Timer
 import flashgen
 from benchmarks.dropout_tables import SUITE
 from benchmarks.forward import say
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.results import COLUMNS, ResultsFile
+from benchmarks.opened import opened, usage_of
+from benchmarks.provenance import add_arguments, serve_generated
+from benchmarks.results import COLUMNS
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure.bench import INPUT_SEED
@@ -65,12 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=0.3, help="least time of a measurement (%(default)s)")
     options = parser.parse_args(arguments)
-    try:
-        provenance = Provenance.here(options.commit)
-        path = options.results / provenance.slug / "dropout.csv"
-        file = ResultsFile(path, COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        provenance, file = opened(options, "dropout", COLUMNS)
     done, failed = file.done(provenance.commit), 0
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(None, Path(scratch))

@@ -19,12 +19,12 @@ from benchmarks.flex_variants import CHOICES, with_flex
 from benchmarks.forward import chosen, run, say, served_by
 from benchmarks.impls import Impl
 from benchmarks.memory import extra_bytes
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import add_prepare_arguments, prepared
-from benchmarks.provenance import Provenance, add_arguments, add_db_argument, add_shard_argument, serve_generated
+from benchmarks.provenance import add_arguments, add_db_argument, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
-from benchmarks.results import MEMORY_COLUMNS, ResultsFile
+from benchmarks.results import MEMORY_COLUMNS
 from benchmarks.suites import features_grid, select, window_grid
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
@@ -41,13 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+    with usage_of(parser):
         impls = with_flex(chosen(options.impls), options.flex)
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "features.csv"
-        file = ResultsFile(path, MEMORY_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, "features", MEMORY_COLUMNS)
     pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))

@@ -20,6 +20,7 @@ import flashgen
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.flex_variants import CHOICES, FLEX, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import Say, add_prepare_arguments, prepared
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, add_db_argument, add_shard_argument, serve_generated
@@ -27,7 +28,6 @@ from benchmarks.race import Pace, Result, race
 from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
 from benchmarks.suites import FP16_SUITE, SUITES, select, work_of
 from benchmarks.time_limit import TimeLimit
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
@@ -74,13 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+    with usage_of(parser):
         impls = with_flex(chosen(options.impls), options.flex)
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "forward.csv"
-        file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, "forward", RACE_COLUMNS)
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         runs = [(name, select(SUITES[name](), options.only)) for name in options.suite or DEFAULT_SUITES]

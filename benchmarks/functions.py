@@ -24,12 +24,12 @@ from benchmarks.forward import add_race_arguments, say
 from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Case, cases
 from benchmarks.functions_impls import PEERS, impls_of, options_of
 from benchmarks.impls import IMPLS, Impl, flashgen_features
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, release
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, attempt, race_on
 from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
 from benchmarks.time_limit import TimeLimit
-from flashgen.core.errors import FlashgenError
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 from flashgen.measure.inputs import rotation_copies
@@ -54,14 +54,10 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     impls, limit = _kept(names, options.flex), TimeLimit(options.limit_seconds, clock)
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
-        try:
+        with usage_of(parser):
             shard = Shard.parse(options.shard)
             wanted = chosen(options.suite or DEFAULT_SUITES, options.only)[shard.index :: shard.count]
-            provenance = Provenance.here(options.commit)
-            path = options.results / provenance.slug / "functions.csv"
-            file = ResultsFile(path, FUNCTION_COLUMNS, append=options.append, commit=provenance.commit)
-        except (FlashgenError, ValueError) as error:
-            parser.error(str(error))
+            provenance, file = opened(options, "functions", FUNCTION_COLUMNS)
         left = undone(wanted, impls, file.done(provenance.commit))
         if (part := options.compile_part) is not None:
             return compile_all(left[part.index :: part.count], impls, torch.device("cuda", 0))

@@ -21,6 +21,7 @@ import torch
 import flashgen
 from benchmarks.forward import say
 from benchmarks.impls import IMPLS, Call, Impl, results_of, standard_bytes
+from benchmarks.opened import opened, usage_of
 from benchmarks.problems import training_inputs
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace
@@ -58,12 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 1 if flashgen could not be measured."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
-        provenance = Provenance.here(options.commit)
-        path = options.results / provenance.slug / "memory.csv"
-        file = ResultsFile(path, MEMORY_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        provenance, file = opened(options, "memory", MEMORY_COLUMNS)
     suites = options.suite or SUITES
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(None, Path(scratch))

@@ -16,11 +16,11 @@ import torch
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import chosen, racer_of, run, say
 from benchmarks.impls import Impl
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import compile_part, prepare, undone
-from benchmarks.provenance import Provenance, serve_generated
-from benchmarks.results import RACE_COLUMNS, ResultsFile
+from benchmarks.provenance import serve_generated
+from benchmarks.results import RACE_COLUMNS
 from benchmarks.suites import select
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.tuning.shards import Shard
 
@@ -61,13 +61,10 @@ def race_suites(
         0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit.
     """
     began = time.monotonic()
-    try:
+    with usage_of(parser):
         names = {impl.name for impl in chosen(options.impls, known)}
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / f"{name}.csv"
-        file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, name, RACE_COLUMNS)
     wanted = [
         replace(
             suite,

@@ -18,11 +18,11 @@ import torch
 from benchmarks.flex_variants import with_flex
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import IMPLS
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import add_prepare_arguments, prepared
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.results import OUTCOME_COLUMNS, ResultsFile
+from benchmarks.provenance import add_arguments, serve_generated
+from benchmarks.results import OUTCOME_COLUMNS
 from benchmarks.suites import MODELS, model_workloads, select
-from flashgen.core.errors import FlashgenError
 from flashgen.tuning.shards import Shard
 
 NAMES = ("flashgen", "flex", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
@@ -33,13 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done, 1 if flashgen has no time where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+    with usage_of(parser):
         impls = with_flex(chosen(options.impls, PEERS), options.flex)
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "models.csv"
-        file = ResultsFile(path, OUTCOME_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, "models", OUTCOME_COLUMNS)
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         suites = [(name, select(model_workloads(name), options.only)) for name in options.model or MODELS]

@@ -30,10 +30,10 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 import flashgen
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import say
+from benchmarks.opened import opened, usage_of
 from benchmarks.provenance import Provenance, add_arguments
 from benchmarks.results import WHOLE_MODEL_COLUMNS, ResultsFile, Row
 from benchmarks.time_limit import TimeLimit
-from flashgen.core.errors import FlashgenError
 from flashgen.integrations.transformers import register, unregister
 
 SUITE = "transformers-"
@@ -114,12 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for impl, found in raced(small(CASES[name]), what, options.rounds, "cpu").items():
                     say(f"{name} {what} {impl}: {found.reason or 'it runs'}")
         return 0
-    try:
-        provenance = Provenance.here(options.commit)
-        path = options.results / provenance.slug / "models_transformers.csv"
-        file = ResultsFile(path, WHOLE_MODEL_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        provenance, file = opened(options, "models_transformers", WHOLE_MODEL_COLUMNS)
     limit = TimeLimit(options.limit_seconds, time.monotonic)
     return measured(names, file, provenance, limit, rounds=options.rounds, device="cuda")
 

@@ -26,11 +26,11 @@ import torch
 
 import flashgen
 from benchmarks import first_call
+from benchmarks.opened import opened, usage_of
 from benchmarks.overhead_cases import HOPPER, Arguments, Case, cases_of, compiled_cases, peer_cases, training_cases
 from benchmarks.overhead_decode import decode_cases
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import ResultsFile
-from flashgen.core.errors import FlashgenError
 from flashgen.measure.turns import orders
 
 SUITE = "overhead"
@@ -73,12 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--calls is 1 to {MOST_CALLS}, so that the launch queue never fills, got {options.calls}")
     if not 0 < options.loops <= MOST_LOOPS:
         parser.error(f"--loops is 1 to {MOST_LOOPS}, got {options.loops}")
-    try:
-        provenance = Provenance.here(options.commit)
-        path = options.results / provenance.slug / "overhead.csv"
-        file = ResultsFile(path, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        provenance, file = opened(options, "overhead")
     failed = 0
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         serve_generated(None, Path(folder))

@@ -23,11 +23,11 @@ from typing import Any
 import flashgen
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.impls import torch_version
+from benchmarks.opened import opened, usage_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.results import TRAINING_COLUMNS, ResultsFile, Row, subject_of
+from benchmarks.results import TRAINING_COLUMNS, Row, subject_of
 from benchmarks.time_limit import TimeLimit
 from benchmarks.varlen_tables import STEPS_SUITE
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,12 +77,8 @@ def main(
     names = options.attentions.split(",")
     if unknown := set(names) - set(ATTENTIONS):
         parser.error(f"an attention is one of {', '.join(ATTENTIONS)}, got {', '.join(sorted(unknown))}")
-    try:
-        provenance = Provenance.here(options.commit)
-        path = options.results / provenance.slug / "packed_training.csv"
-        file = ResultsFile(path, TRAINING_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        provenance, file = opened(options, "packed_training", TRAINING_COLUMNS)
     limit, done, has_row = TimeLimit(options.limit_seconds, clock), file.done(provenance.commit), True
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(None, Path(scratch))  # in the environment, which the children inherit

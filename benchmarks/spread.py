@@ -18,8 +18,9 @@ import torch
 
 import flashgen
 from benchmarks.forward import say
+from benchmarks.opened import opened, usage_of
 from benchmarks.provenance import Provenance, add_arguments
-from benchmarks.results import SPREAD_COLUMNS, ResultsFile, Row
+from benchmarks.results import SPREAD_COLUMNS, Row
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import FAMILIES, family, unsupported
 from flashgen.core.config import Config
@@ -74,12 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < FEWEST_REPEATS:
         parser.error(f"--repeats is {FEWEST_REPEATS} or more, got {options.repeats}")
-    try:
-        provenance = Provenance.here(options.commit)
-        path = options.results / provenance.slug / "spread.csv"
-        file = ResultsFile(path, SPREAD_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        provenance, file = opened(options, "spread", SPREAD_COLUMNS)
     done = file.done(provenance.commit)
     device = current_device()
     jobs = [job for job in jobs_of(grid(), device) if (SUITE, job[0].key, job[1].family) not in done]

@@ -20,15 +20,15 @@ from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.flex_variants import CHOICES
 from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import results_of
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, release, share_of
 from benchmarks.provenance import Provenance, add_db_argument, serve_generated
 from benchmarks.race import Entry, RaceStopwatch, attempt, by_load, timed, trial_ms
-from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
+from benchmarks.results import DATA_COLUMNS, Row
 from benchmarks.time_limit import TimeLimit
 from benchmarks.variants import Entrant, fastest
 from benchmarks.varlen_cases import PACKS, Pack, PackTensors, tensors_of
 from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of, with_flex
-from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.protocol import SETTLE_S
 from flashgen.measure.reference import oracle
@@ -62,12 +62,9 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     parser = _parser()
     options = parser.parse_args(arguments)
     names = [name for name in options.impls.split(",") if name]
-    try:
-        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
-        path = options.results / provenance.slug / "varlen.csv"
-        file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        shard = Shard.parse(options.shard)
+        provenance, file = opened(options, "varlen", DATA_COLUMNS)
     impls = [impl for impl in with_flex(IMPLS, options.flex) if not names or impl.name in names]
     packs, limit = selected(PACKS, options.only), TimeLimit(options.limit_seconds, clock)
     where = torch.device("cuda", 0)

@@ -29,6 +29,7 @@ from benchmarks.functions_cases import (
 from benchmarks.functions_impls import PEERS, impls_of
 from benchmarks.functions_tables import TITLES, function_parts
 from benchmarks.impls import Impl
+from benchmarks.provenance import Provenance
 from benchmarks.race import Pace, Result, race_on
 from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, read_rows
 from benchmarks.time_limit import TimeLimit
@@ -259,7 +260,7 @@ def test_rows_are_written_race_by_race_and_a_run_goes_on(file: ResultsFile) -> N
 def test_a_run_asks_for_a_device_and_known_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(functions.Provenance, "here", lambda commit: SHARED)
+    monkeypatch.setattr(Provenance, "here", lambda commit: SHARED)
     monkeypatch.setattr(functions, "serve_generated", lambda *given: None)
     monkeypatch.setattr(functions, "racer_of", lambda options: racer)
     prepared: list[tuple[str, Sequence[str], int]] = []

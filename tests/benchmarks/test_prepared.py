@@ -16,6 +16,8 @@ import torch
 from benchmarks import backward, features, forward, models, prepared
 from benchmarks.impls import IMPLS, Call, Impl
 from benchmarks.prepared import add_prepare_arguments, call_once, compile_part, prepare
+from benchmarks.provenance import Provenance
+from benchmarks.results import ResultsFile
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.tuning.shards import Shard
@@ -116,7 +118,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, list[str], li
     monkeypatch.setattr(prepared, "compile_part", noted)
     for module in (forward, backward, features, models):
         monkeypatch.setattr(module, "serve_generated", lambda *given: None)
-        monkeypatch.setattr(module.Provenance, "here", lambda commit: SHARED)
+        monkeypatch.setattr(Provenance, "here", lambda commit: SHARED)
         monkeypatch.setattr(module, "run", lambda *given, **named: pytest.fail("a part races nothing"))
     return found
 
@@ -142,7 +144,7 @@ def test_what_has_a_row_is_not_compiled_again(
     assert module.main(every) == 0
     workloads = compiled[-1][1]
     done: set[tuple[str, ...]] = set()
-    monkeypatch.setattr(module.ResultsFile, "done", lambda self, commit: done)
+    monkeypatch.setattr(ResultsFile, "done", lambda self, commit: done)
     suites = ("forward", "forward_fp16", "backward", "features", "window", *models.MODELS)
     done |= {(suite, workloads[0], "fa4") for suite in suites} | {(suite, workloads[1], "fa3") for suite in suites}
     assert module.main(every) == 0
@@ -167,7 +169,7 @@ def test_the_time_of_compiling_counts(monkeypatch: pytest.MonkeyPatch, tmp_path:
     limits: list[float] = []
     monkeypatch.setattr(forward, "serve_generated", lambda *given: None)
     monkeypatch.setattr(forward, "racer_of", lambda *given: None)
-    monkeypatch.setattr(forward.Provenance, "here", lambda commit: SHARED)
+    monkeypatch.setattr(Provenance, "here", lambda commit: SHARED)
     monkeypatch.setattr(prepared, "prepare", lambda *given: 40.0)
     monkeypatch.setattr(forward, "run", lambda *given, limit_s, **named: limits.append(limit_s) or 0)
     assert forward.main(["--results", str(tmp_path), "--limit-seconds", "100", "--prepare", "4"]) == 0

@@ -17,7 +17,8 @@ from benchmarks import varlen, varlen_impls
 from benchmarks.cases import selected
 from benchmarks.exit_codes import STOPPED
 from benchmarks.impls import Call, results_of
-from benchmarks.results import subject_of
+from benchmarks.provenance import Provenance
+from benchmarks.results import ResultsFile, subject_of
 from benchmarks.variants import fastest
 from benchmarks.varlen import Timed
 from benchmarks.varlen_cases import PACKS, Pack, PackTensors, padded, tensors_of, unpadded
@@ -52,7 +53,7 @@ def test_batches_are_told_apart_and_of_16k_rows_at_least_in_training() -> None:
 def test_a_run_does_its_part_until_its_time_is_over_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen.Provenance, "here", lambda commit: SHARED)
+    monkeypatch.setattr(Provenance, "here", lambda commit: SHARED)
     monkeypatch.setattr(varlen, "serve_generated", lambda *given: None)
     raced: list[Pack] = []
     ticks = itertools.count(0.0, 10.0)
@@ -71,7 +72,7 @@ def test_a_run_does_its_part_until_its_time_is_over_and_the_next_one_goes_on(
 
 
 def test_a_part_calls_its_share_once_and_races_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen.Provenance, "here", lambda commit: SHARED)
+    monkeypatch.setattr(Provenance, "here", lambda commit: SHARED)
     monkeypatch.setattr(varlen, "serve_generated", lambda *given: None)
     monkeypatch.setattr(varlen, "tensors_of", lambda pack, where: pack)
     monkeypatch.setattr(varlen, "race", lambda *given, **more: pytest.fail("a part races nothing"))
@@ -91,7 +92,7 @@ def test_a_part_calls_its_share_once_and_races_nothing(tmp_path: Path, monkeypat
     called.clear()
     first, *others = PACKS[::2]
     row = subject_of(first.suite, first.workload.key, "one", first.workload.lengths)
-    monkeypatch.setattr(varlen.ResultsFile, "done", lambda self, commit: {row})
+    monkeypatch.setattr(ResultsFile, "done", lambda self, commit: {row})
     assert varlen.main([*command, "0/1"]) == 0
     assert called == [pack.workload.key for pack in others], "what has a row is raced no more"
 
