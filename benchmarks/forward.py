@@ -200,7 +200,9 @@ def line_of(workload: Workload, result: Result, suite: str = "") -> str:
     tail += f": {result.queued_because}" if result.queued_because else ""
     tail += "" if result.extra_bytes is None else f", {result.extra_bytes / 2**20:.1f} MiB"
     rate = work_of(suite, workload)[0] / result.median_ms / 1e9
-    return f"{result.impl.name:12} {result.median_ms:9.4f} ms {rate:6.1f} TFLOP/s, spread {result.spread:.1%}{tail}"
+    windows = " ".join(f"{window.ms:.4g}" for window in result.windows)
+    spread = f"spread {result.spread:.1%} ({windows})"
+    return f"{result.impl.name:12} {result.median_ms:9.4f} ms {rate:6.1f} TFLOP/s, {spread}{tail}"
 
 
 def served_by(workload: Workload) -> str:

@@ -170,5 +170,5 @@ def test_a_line_shows_speed_spread_and_clock() -> None:
     windows = tuple(Window(ms=ms, sm_clock_mhz=1500.0) for ms in (1.0, 1.1, 1.2))
     line = line_of(FEW[0], Result(impl=IMPLS[0], windows=windows))
     assert "1.1000 ms" in line
-    assert "spread 18.2%" in line
+    assert "spread 18.2% (1 1.1 1.2)" in line, "in the order in which they were measured"
     assert "1500 MHz" in line
