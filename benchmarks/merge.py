@@ -92,13 +92,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--without", action="append", default=[], metavar="IMPL", help="implementation whose rows are lost; repeatable"
     )
     options = parser.parse_args(arguments)
+    before = {path: _subjects(path) for path in options.into.glob("*/*.csv")}
     try:
         written = merge(options.folders, options.into, options.without)
     except ValueError as error:
         parser.error(str(error))
     for path in written:
         print(path)
+        if lost := sorted(before.get(path, set()) - _subjects(path)):
+            print(f"  {len(lost)} rows that it had are in no folder: {'; '.join(' '.join(each) for each in lost)}")
     return 0
+
+
+def _subjects(path: Path) -> set[Subject]:
+    """What the rows of a file measure; nothing of one that has none of these rows."""
+    is_table = path.name not in search_files.FILES and header_of(path)[:-1] != curves.COLUMNS
+    return {row.subject for row in read_rows(path)} if is_table else set()
 
 
 def merge(folders: Sequence[Path], into: Path, without: Sequence[str] = ()) -> list[Path]:

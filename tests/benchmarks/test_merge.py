@@ -60,6 +60,10 @@ def test_rows_of_a_peer_are_lost_only_where_that_is_asked_for(
     assert "forward.csv has rows of vllm, and no folder has: --without vllm loses them" in capsys.readouterr().err
     assert (into / NAME).read_bytes() == before
     assert main([*given, "--without", "vllm"]) == 0
+    said = f"  1 rows that it had are in no folder: forward {paper_grid()[0].key} vllm\n"
+    assert capsys.readouterr().out == f"{into / NAME}\n{said}"
+    assert main(given) == 0
+    assert capsys.readouterr().out == f"{into / NAME}\n"
     assert {each.impl for each in read_rows(into / NAME)} == {"flashgen", "flex"}
 
 
