@@ -80,8 +80,8 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of such a benchmark."""
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workload keys; repeatable")
     parser.add_argument("--impls", default="", help="names, separated by commas (default: all)")
-    parser.add_argument("--window", type=float, default=0.1, help="seconds of a window (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="windows of each (default: %(default)s)")
+    parser.add_argument("--window", type=float, default=0.075, help="seconds of a window (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="windows of each (default: %(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
     add_shard_argument(parser)
     add_arguments(parser)

@@ -28,7 +28,7 @@ from flashgen.tuning.shards import Shard
 NAMES = ("flashgen", "sdpa-cudnn", "sdpa-flash", "fa3", "fa4")
 PEERS = tuple(impl for impl in IMPLS if impl.name in NAMES)
 
-PACE = {"warm": 0.05, "window": 0.1, "rounds": 3}
+PACE = {"warm": 0.045, "window": 0.07, "rounds": 4}
 """Shorter visits than in `forward`: five times as many races, of which each compares kernels of one workload."""
 
 

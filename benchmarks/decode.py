@@ -22,11 +22,11 @@ from benchmarks.gpu_turns import my_turn
 from benchmarks.impls import Call
 from benchmarks.opened import opened, usage_of
 from benchmarks.provenance import Provenance, serve_generated
-from benchmarks.race import GRAPH_BELOW_MS, attempt
+from benchmarks.race import GRAPH_BELOW_MS, attempt, in_turns
 from benchmarks.results import DATA_COLUMNS, Row
 from benchmarks.time_limit import TimeLimit
 from flashgen.measure import gpu
-from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, Window, interleave, make_unit
+from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, Window, make_unit
 from flashgen.tuning.shards import Shard
 
 TOLERANCE = 2e-2
@@ -63,14 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def race(
     step: Step, impls: Sequence[DecodeImpl], stopwatch: Stopwatch, *, window_ms: float, rounds: int
-) -> list[tuple[DecodeImpl, tuple[Window, ...] | str]]:
+) -> list[tuple[DecodeImpl, Sequence[Window] | str]]:
     """The windows of each implementation on a step, which take turns, or the reason why it has none."""
     found = caches(step, torch.device("cuda", 0))
     expected = oracle(step, found)
     units: dict[str, Unit | str] = {impl.name: _unit(impl, step, found, expected, stopwatch) for impl in impls}
     runners = [unit for unit in units.values() if isinstance(unit, Unit)]
     with my_turn():
-        windows = interleave(runners, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms)
+        windows = in_turns(runners, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms)
     timed = dict(zip(map(id, runners), windows, strict=True))
     named = [(impl, units[impl.name]) for impl in impls]
     return [(impl, unit if isinstance(unit, str) else timed[id(unit)]) for impl, unit in named]

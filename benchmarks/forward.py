@@ -252,9 +252,9 @@ def add_race_arguments(parser: argparse.ArgumentParser, impls: Sequence[Impl]) -
     if any(impl.name == FLEX for impl in impls):
         variants = "variants of FlexAttention (%(default)s)"
         parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help=variants)
-    parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
-    parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="visits of each implementation (%(default)s)")
+    parser.add_argument("--warm", type=float, default=0.08, help="seconds of a visit before its window (%(default)s)")
+    parser.add_argument("--window", type=float, default=0.2, help="seconds of a window (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="visits of each implementation (%(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
     add_shard_argument(parser)
     add_db_argument(parser)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from benchmarks.peers import FA3, FA4, TRANSFORMERS, VLLM, ZSTANDARD
 
-SHORT_WINDOWS = ("--warm", "0.06", "--window", "0.15")
+FOUR_WINDOWS = ("--rounds", "4", "--warm", "0.06", "--window", "0.1")
+TWO_WINDOWS = ("--rounds", "2", "--warm", "0.06", "--window", "0.15")
+"""Shorter than the benchmarks' own, and fewer where a row is one of a table that tells features or models apart."""
+
 PREPARING = 12
 """Processes that compile beforehand, of all lists of a GPU."""
-FP16_PEERS = "flashgen,sdpa-flash,sdpa-cudnn,fa4"
+FP16_GRID = ("--suite", "forward_fp16", "--impls", "flashgen,sdpa-flash,sdpa-cudnn,fa4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +37,12 @@ class Benchmark:
     """Packages without which rows are left out, names of `benchmarks.peers`."""
 
 
-def _race(
-    name: str, seconds: float, *options: str, needs: tuple[str, ...], module: str = "", is_short: bool = True
-) -> Benchmark:
+def _race(name: str, seconds: float, *options: str, needs: tuple[str, ...], module: str = "") -> Benchmark:
     return Benchmark(
         name=name,
         module=module or name,
         seconds=seconds,
-        options=(*options, *SHORT_WINDOWS) if is_short else options,
+        options=options,
         prepare=PREPARING,
         is_sharded=True,
         has_limit=True,
@@ -66,18 +67,18 @@ def _training(task: str, seconds: float) -> Benchmark:
 
 
 BENCHMARKS: tuple[Benchmark, ...] = (
-    _race("forward", 450, "--suite", "forward", needs=(FA3, FA4)),
-    _race("forward_fp16", 300, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward", needs=(FA4,)),
+    _race("forward", 450, "--suite", "forward", *FOUR_WINDOWS, needs=(FA3, FA4)),
+    _race("forward_fp16", 300, *FP16_GRID, *FOUR_WINDOWS, module="forward", needs=(FA4,)),
     Benchmark(name="data", module="data", seconds=950, is_sharded=True, has_limit=True, needs=(FA3, FA4)),
-    _race("unseen", 700, is_short=False, needs=(FA3, FA4)),
-    _race("varlen", 450, is_short=False, needs=(FA3, FA4)),
-    _race("backward", 610, needs=(FA4,)),
-    _race("forward_backward", 750, needs=(FA4,)),
-    _race("features", 710, needs=(FA3, FA4)),
-    _race("models", 670, "--rounds", "2", needs=(FA3, FA4)),
+    _race("unseen", 700, needs=(FA3, FA4)),
+    _race("varlen", 450, needs=(FA3, FA4)),
+    _race("backward", 610, *FOUR_WINDOWS, needs=(FA4,)),
+    _race("forward_backward", 750, *FOUR_WINDOWS, needs=(FA4,)),
+    _race("features", 710, *TWO_WINDOWS, needs=(FA3, FA4)),
+    _race("models", 670, *TWO_WINDOWS, needs=(FA3, FA4)),
     Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True, needs=(FA3, FA4, VLLM)),
-    _race("functions", 300, is_short=False, needs=(FA4,)),
-    _race("regressions", 150, needs=(FA3, FA4)),
+    _race("functions", 300, needs=(FA4,)),
+    _race("regressions", 150, *FOUR_WINDOWS, needs=(FA3, FA4)),
     Benchmark(name="accuracy", module="accuracy", seconds=120, is_sharded=True, has_limit=True, needs=(FA3, FA4)),
     _alone("packed_training", 120, has_limit=True),
     _alone("overhead", 240, FA3, ZSTANDARD),

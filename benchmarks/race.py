@@ -185,8 +185,36 @@ def by_load(times_ms: Sequence[float]) -> tuple[tuple[int, ...], ...]:
 def turns(heats: Iterable[Sequence[int]], rounds: int) -> Iterator[int]:
     """Whose turn it is: all rounds of the first ones in balanced order, then those of the next."""
     for heat in heats:
-        for order in orders(len(heat), rounds):
+        for order in there_and_back(len(heat), rounds):
             yield from (heat[place] for place in order)
+
+
+def there_and_back(count: int, rounds: int) -> tuple[tuple[int, ...], ...]:
+    """Orders of which the second half is the first one backwards; the one in the middle of an odd number is alone.
+
+    So everybody's turns lie around the middle of an even number of rounds: a card that becomes slower, or faster, from
+    window to window does the same to all medians. Whoever follows whom in the first half precedes them in the second.
+    """
+    first = orders(count, (rounds + 1) // 2)
+    return (*first, *(order[::-1] for order in first[: rounds // 2][::-1]))
+
+
+def in_turns(
+    units: Sequence[Unit],
+    stopwatch: Stopwatch,
+    *,
+    rounds: int,
+    warm_ms: float,
+    window_ms: float,
+    settle_ms: float = 0.0,
+) -> list[list[Window]]:
+    """The windows of units that take turns; before all of them, the first one runs for `settle_ms`."""
+    windows: list[list[Window]] = [[] for _ in units]
+    if units and settle_ms > 0:
+        measure(units[0], stopwatch, warm_ms=0.0, window_ms=settle_ms)
+    for index in turns([range(len(units))], rounds):
+        windows[index].append(measure(units[index], stopwatch, warm_ms=warm_ms, window_ms=window_ms))
+    return windows
 
 
 def _result(impl: Impl, entry: Entry, windows: Sequence[Window]) -> Result:

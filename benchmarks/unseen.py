@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=40, help="shapes of a suite (%(default)s)")
     add_race_arguments(parser, raced("forward"))
     add_prepare_arguments(parser)
-    parser.set_defaults(warm=0.025, window=0.06)
+    parser.set_defaults(warm=0.02, window=0.045)
     return parser
 
 

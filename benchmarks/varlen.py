@@ -23,7 +23,7 @@ from benchmarks.impls import results_of
 from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import add_prepare_arguments, call_once, prepare, release, share_of
 from benchmarks.provenance import Provenance, add_db_argument, serve_generated
-from benchmarks.race import Entry, RaceStopwatch, attempt, by_load, timed, trial_ms
+from benchmarks.race import Entry, RaceStopwatch, attempt, by_load, in_turns, timed, trial_ms
 from benchmarks.results import DATA_COLUMNS, Row
 from benchmarks.time_limit import TimeLimit
 from benchmarks.variants import Entrant, fastest
@@ -32,7 +32,7 @@ from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of, with_f
 from flashgen.measure import gpu
 from flashgen.measure.protocol import SETTLE_S
 from flashgen.measure.reference import oracle
-from flashgen.measure.timing import CudaStopwatch, interleave
+from flashgen.measure.timing import CudaStopwatch
 from flashgen.tuning.shards import Shard
 
 TOLERANCE = 2e-2
@@ -143,7 +143,7 @@ def _windows(
     results, settle_ms = dict[str, Timed](), 1e3 * SETTLE_S
     for heat in by_load([each.share * each.entry.unit.call_ms for _, each in runners]):
         units = [runners[index][1].entry.unit for index in heat]
-        windows = interleave(
+        windows = in_turns(
             units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms, settle_ms=settle_ms
         )
         settle_ms = 0.0  # the card is loaded from here on

@@ -100,7 +100,7 @@ def test_the_command_line_races_what_it_names(tmp_path: Path, monkeypatch: pytes
     assert main([*options, "--shard", "1/2", "--impls", "flashgen,fa3"]) == 0
     wanted = [w.key for w in data_grid() if w.head_dim == 96 and w.causal]
     assert raced == [(key, kind, ["flashgen", "fa3"]) for key in wanted for kind in ("peak", "std8")]
-    assert paces == [(0.05, 0.1, 3)]
+    assert paces == [(0.045, 0.07, 4)]
     rows = read_rows(tmp_path / SHARED.slug / "data.csv", DATA_COLUMNS)
     assert len(rows) == 2 * len(raced)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +18,7 @@ from benchmarks import fa2, fa4, flex, impls
 from benchmarks.forward import line_of
 from benchmarks.impls import IMPLS, Call, Impl
 from benchmarks.problems import last_heads, problem
-from benchmarks.race import by_load, race
+from benchmarks.race import by_load, in_turns, race, there_and_back
 from flashgen.core.device import CATALOGUE
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
@@ -22,6 +27,7 @@ from flashgen.measure.data_kinds import DATA_KINDS, HARD_KINDS, NORMAL
 from flashgen.measure.feature_inputs import SOFTCAP
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.reference import oracle
+from flashgen.measure.timing import make_unit
 from flashgen.measure.turns import orders
 from tests.benchmarks.races import CPU, FEATURES, PACE, SQUARE, FakeGpu, close, fake_module, impl_of, raced
 from tests.tiers import first
@@ -37,12 +43,44 @@ def test_turns_are_balanced_and_windows_sustained() -> None:
     gpu = FakeGpu()
     names = ["a", "b", "c"]
     results = raced(gpu, *(impl_of(gpu, name, 3.0 + i / 4) for i, name in enumerate(names)))
-    assert [name for name, _, _ in gpu.visits] == [names[i] for turn in orders(3, PACE.rounds) for i in turn]
+    assert [name for name, _, _ in gpu.visits] == [names[i] for turn in there_and_back(3, PACE.rounds) for i in turn]
     assert all(warm >= 8.0 and window >= 16.0 for _, warm, window in gpu.visits)
     assert [result.median_ms for result in results] == pytest.approx([3.0, 3.25, 3.5])
     assert {len(result.windows) for result in results} == {PACE.rounds}
-    firsts = [names[turn[0]] for turn in orders(3, PACE.rounds)]
-    assert len(set(firsts)) == 3
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_everybody_is_around_the_middle_of_a_race(count: int) -> None:
+    for rounds in (2, 4, 6):
+        found = there_and_back(count, rounds)
+        assert len(found) == rounds
+        assert all(sorted(order) == list(range(count)) for order in found)
+        flat = [index for order in found for index in order]
+        places = [[place for place, index in enumerate(flat) if index == one] for one in range(count)]
+        assert {statistics.median(each) for each in places} == {(len(flat) - 1) / 2}
+        assert {statistics.mean(each) for each in places} == {(len(flat) - 1) / 2}
+        followed = Counter(itertools.pairwise(flat))
+        assert all(followed[two, one] == number for (one, two), number in followed.items())
+        assert found[: rounds // 2] == orders(count, rounds // 2), "who follows whom is balanced as well"
+    assert there_and_back(count, 3)[::2] == (orders(count, 1)[0], orders(count, 1)[0][::-1])
+
+
+class DriftingGpu(FakeGpu):
+    """Each window takes 1% of the first one longer than the one before."""
+
+    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
+        return super().elapsed_ms(warm, measured) * (1 + 0.01 * len(self.visits))
+
+
+def test_a_card_that_becomes_slower_is_so_for_everybody() -> None:
+    for names in ("ab", "abc", "abcdef"):
+        gpu = DriftingGpu()
+        times = [result.median_ms for result in raced(gpu, *(impl_of(gpu, name, 3.0) for name in names))]
+        assert max(times) / min(times) < 1.0001
+    units = [make_unit(partial(gpu.call, name, 3.0), 1, gpu, graph_below_ms=0.0) for name in "ab"]
+    windows = in_turns(units, gpu, rounds=2, warm_ms=10.0, window_ms=20.0)
+    first, second = (statistics.median(window.ms for window in each) for each in windows)
+    assert first == pytest.approx(second)
 
 
 def test_slow_implementations_take_turns_behind_the_others() -> None:
