@@ -34,4 +34,4 @@ def test_no_row_is_in_two_lists_and_all_are_of_one_device() -> None:
     """As merging asks of them in the end."""
     rows = [row for path in sorted(FOLDER.glob("*/*/*.csv")) for row in read_rows(path)]
     assert len({row.subject for row in rows}) == len(rows)
-    assert len({(row.device, row.torch, row.triton) for row in rows}) == 1
+    assert len({(row.device, row.torch, row.triton) for row in rows}) <= 1, "none where all that is whole is merged"
