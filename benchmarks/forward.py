@@ -9,6 +9,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import flashgen
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.flex_variants import CHOICES, FLEX, with_flex
+from benchmarks.gpu_turns import has_others
 from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import Say, add_prepare_arguments, prepared
@@ -71,7 +73,7 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
+    """Run; 0 is done, 4 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     with usage_of(parser):
@@ -153,17 +155,26 @@ def run_jobs(
 
     A race is skipped as soon as one of the wanted implementations has a row of this commit: rows that are compared
     come from one race. No new race starts if the longest one so far would end after `limit_s` seconds. With `reasons`,
-    an implementation that has no time has a row as well.
+    an implementation that has no time has a row as well. Where memory was not enough beside other processes of a run, a
+    race is run once more behind all others.
     """
     limit, missing, stopped = TimeLimit(limit_s, clock), 0, False
-    jobs = left_of(jobs, lambda job: [job.subject(impl.name) for impl in impls], file.done(provenance.commit))
-    for number, job in enumerate(jobs):
+    left = deque(left_of(jobs, lambda job: [job.subject(impl.name) for impl in impls], file.done(provenance.commit)))
+    number, every, again = 0, len(left), set[Job]()
+    while left:
         if not limit.has_room():
-            say(f"stopped at the time limit, {len(jobs) - number} workloads left: run again with --append")
+            say(f"stopped at the time limit, {len(left)} workloads left: run again with --append")
             stopped = True
             break
-        say(f"[{number + 1}/{len(jobs)}] {job}  ({limit.elapsed_s:.0f} s)")
+        job, number = left.popleft(), number + 1
+        say(f"[{number}/{every}] {job}  ({limit.elapsed_s:.0f} s)")
         results = racer(job, impls)
+        if has_others() and job not in again and any(map(_lacked_memory, results)):
+            say("  memory is not enough beside other processes: raced again in the end")
+            again.add(job)
+            left.append(job)
+            limit.part_ended()
+            continue
         file.write(_row(provenance, job, each) for each in results if reasons or each.reason is None)
         for result in results:
             say(f"  {line_of(job.workload, result, job.suite)}")
@@ -173,6 +184,10 @@ def run_jobs(
         limit.part_ended()
     say(f"{file.path}: {len(file.rows)} rows")
     return STOPPED if stopped else MISSING if missing else 0
+
+
+def _lacked_memory(result: Result) -> bool:
+    return (result.reason or "").startswith(torch.OutOfMemoryError.__name__)
 
 
 def _row(provenance: Provenance, job: Job, result: Result) -> Row:

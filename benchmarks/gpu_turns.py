@@ -75,6 +75,11 @@ class GpuTurns:
                     os.killpg(group, what)
 
 
+def has_others() -> bool:
+    """Whether other processes of a run hold memory of this GPU."""
+    return bool(os.environ.get(VARIABLE))
+
+
 @contextlib.contextmanager
 def my_turn() -> Iterator[None]:
     """Surrounds whatever a benchmark measures; nothing is compiled inside, since all others wait.

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import backward, data, features, forward, models
-from benchmarks.exit_codes import STOPPED
+from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import chosen, line_of, run
+from benchmarks.gpu_turns import VARIABLE
 from benchmarks.impls import IMPLS, Impl
-from benchmarks.race import Result
+from benchmarks.race import Result, attempt
 from benchmarks.results import ResultsFile, read_rows
 from benchmarks.suites import FP16_SUITE, SUITES, paper_grid, select
 from flashgen.core.workload import Workload
@@ -100,6 +102,30 @@ def test_a_killed_run_keeps_the_races_that_ended(tmp_path: Path) -> None:
     runs(ResultsFile(file.path, append=True), lambda workload, impls: pytest.fail("everything is done"))
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_lacked_memory_beside_others_is_raced_once_more(
+    shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path) if shares else "")
+    seen: list[Workload] = []
+
+    def racer(workload: Workload, impls: Sequence[Impl]) -> list[Result]:
+        seen.append(workload)
+        lacks = workload == FEW[2] or seen == list(FEW[:1])  # one as often as it is tried, one the first time
+        reason = attempt(lambda: raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34 GiB")))
+        return times(**({"flex": reason} if lacks else {}))(workload, impls)
+
+    def raised(error: Exception) -> str:
+        raise error
+
+    file = ResultsFile(tmp_path / "forward.csv")
+    assert runs(file, racer)[0] == 0
+    assert seen == [*FEW, *((FEW[0], FEW[2]) if shares else ())]
+    without = {row.workload for row in file.rows} - {row.workload for row in file.rows if row.impl == "flex"}
+    assert without == ({FEW[2].key} if shares else {FEW[0].key, FEW[2].key})
+    assert len(file.rows) == len({row.subject for row in file.rows})
+
+
 def test_shards_part_the_workloads(tmp_path: Path) -> None:
     """Every workload is in one shard; lengths and masks take turns, so that shards take about as long."""
     seen: list[list[Workload]] = []
@@ -138,7 +164,7 @@ def test_a_peer_that_cannot_run_has_no_row_but_a_reason(tmp_path: Path) -> None:
 
 
 def test_flashgen_without_a_row_is_an_error(tmp_path: Path) -> None:
-    assert runs(ResultsFile(tmp_path / "forward.csv"), times(flashgen="BuildError: no"))[0] == 1
+    assert runs(ResultsFile(tmp_path / "forward.csv"), times(flashgen="BuildError: no"))[0] == MISSING
 
 
 def test_no_race_starts_that_would_end_after_the_limit(tmp_path: Path) -> None:
