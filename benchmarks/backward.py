@@ -43,7 +43,7 @@ RACE = TrainingRace(suite=BACKWARD_SUITE, about=(__doc__ or "").split("\n", maxs
 
 
 def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> int:
-    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
+    """Run; 0 is done, 4 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{what.suite}", description=what.about)
     add_arguments(parser)
     add_race_arguments(parser, what.impls)

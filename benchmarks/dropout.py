@@ -22,6 +22,7 @@ from torch.utils.benchmark import Timer
 
 import flashgen
 from benchmarks.dropout_tables import SUITE
+from benchmarks.exit_codes import MISSING
 from benchmarks.forward import say
 from benchmarks.opened import opened, usage_of
 from benchmarks.provenance import add_arguments, serve_generated
@@ -61,7 +62,7 @@ IMPLS: Mapping[str, Attend] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen could not run a workload."""
+    """Run; 0 is done, 4 if flashgen could not run a workload."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dropout", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=0.3, help="least time of a measurement (%(default)s)")
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write([provenance.row(SUITE, workload, name, version, median_ms=time_ms)])
             say(f"{workload.key} {name:24} {time_ms:8.3f} ms")
     print(f"{file.path}: {len(file.rows)} rows")
-    return 1 if failed else 0
+    return MISSING if failed else 0
 
 
 def grid() -> tuple[Workload, ...]:

@@ -164,7 +164,7 @@ def _set_by_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if something failed, 3 if something is left for the next run."""
+    """Run; 0 is done, 4 if flashgen has no row where it should have one, 3 if something is left for the next run."""
     parser = _parser()
     options = parser.parse_args(arguments)
     gpus = options.gpus.split(",")

@@ -38,7 +38,7 @@ SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {"features": features_gr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
+    """Run; 0 is done, 4 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     with usage_of(parser):

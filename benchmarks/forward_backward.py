@@ -19,7 +19,7 @@ RACE = TrainingRace(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
+    """Run; 0 is done, 4 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     return backward.main(arguments, RACE)
 
 

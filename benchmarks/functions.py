@@ -44,7 +44,7 @@ Racer = Callable[[Case, Sequence[Impl]], list[Result]]
 
 
 def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
-    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
+    """Run; 0 is done, 4 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(arguments)

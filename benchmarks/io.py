@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.counters import CountersError, Kernel, counted, find_ncu
+from benchmarks.exit_codes import MISSING
 from benchmarks.forward import say
 from benchmarks.io_cases import BLOCKS_SUITE, SUITES, Case, block_config, blocks_of, cases, version_of
 from benchmarks.io_worker import DONE, SWEEP_BYTES, sweep_l2
@@ -37,7 +38,7 @@ Count = Callable[[Sequence[str], Sequence[str], Path], list[Kernel]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if the counters cannot be read or flashgen has no row where it should have one."""
+    """Run; 0 is done, 1 if the counters cannot be read, 4 if flashgen has no row where it should have one."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -132,12 +133,12 @@ def calls_of(counted_cases: Sequence[Case], kernels: Sequence[Kernel]) -> Mappin
 
 
 def written(calls: Mapping[Case, list[Kernel] | str], file: ResultsFile, provenance: Provenance) -> int:
-    """Write the rows of all cases together; 1 if one of flashgen has none."""
+    """Write the rows of all cases together; 4 if one of flashgen has none."""
     file.write(row_of(case, found, provenance) for case, found in calls.items() if not isinstance(found, str))
     for case, found in calls.items():
         say(f"{case}: {f'no row: {found}' if isinstance(found, str) else line_of(found)}")
     say(f"{file.path}: {len(file.rows)} rows")
-    return 1 if any(isinstance(found, str) and _is_ours(case) for case, found in calls.items()) else 0
+    return MISSING if any(isinstance(found, str) and _is_ours(case) for case, found in calls.items()) else 0
 
 
 def row_of(case: Case, kernels: Sequence[Kernel], provenance: Provenance) -> Row:

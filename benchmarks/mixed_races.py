@@ -58,7 +58,7 @@ def race_suites(
         arguments: what `options` were read from; those of this process if None.
 
     Returns:
-        0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit.
+        0 is done, 4 if flashgen has no row where it should have one, 3 stopped at the time limit.
     """
     began = time.monotonic()
     with usage_of(parser):

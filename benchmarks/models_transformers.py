@@ -97,7 +97,7 @@ CASES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen could not run a case, 3 if the time limit came first."""
+    """Run; 0 is done, 4 if flashgen could not run a case, 3 if the time limit came first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models_transformers")
     add_arguments(parser)
     parser.add_argument("--model", action="append", choices=list(CASES))

@@ -71,7 +71,7 @@ def train(attention: str, steps: int, run_seconds: float, *, more: Sequence[str]
 def main(
     arguments: Sequence[str] | None = None, train: Train = train, clock: Callable[[], float] = time.monotonic
 ) -> int:
-    """Run; 0 is done, 1 if flashgen has no row, 3 stopped at the time limit."""
+    """Run; 0 is done, 4 if flashgen has no row, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     names = options.attentions.split(",")

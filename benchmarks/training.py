@@ -83,7 +83,7 @@ Raises:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen has no time where it should have one, 3 stopped at the time limit."""
+    """Run; 0 is done, 4 if flashgen has no time where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     modes = [mode for mode, steps in zip(MODES, (options.steps, options.compiled_steps), strict=True) if steps != 0]

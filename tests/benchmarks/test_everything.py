@@ -161,18 +161,19 @@ def test_every_command_is_one_that_its_benchmark_takes(
 
 
 def test_what_is_done_is_not_done_again_and_what_was_stopped_is(tmp_path: Path) -> None:
-    jobs, ran = planned(1, ["forward", "backward", "spread"])[0], []
-    codes = {"forward.0": 0, "backward.0": STOPPED, "spread": MISSING}
+    jobs, ran = planned(1, ["forward", "backward", "memory", "spread"])[0], []
+    codes = {"forward.0": 0, "backward.0": STOPPED, "memory": 1, "spread": MISSING}
 
     def runner(job: Job, _: float) -> int:
         ran.append(job.name)
         return codes[job.name]
 
     wrong = run(jobs, no_done(tmp_path), runner, limit_s=1e6)
-    assert wrong == ["backward.0: ended with 3, the time limit", "spread: ended with 1"]
-    codes["backward.0"] = 0
+    limit, crash, lacks = "backward.0: ended with 3, the time limit", "memory: ended with 1", "spread: ended with 4"
+    assert wrong == [limit, crash, lacks]
+    codes |= {"backward.0": 0, "memory": 0}
     assert run(jobs, no_done(tmp_path), runner, limit_s=1e6) == []
-    assert ran == ["forward.0", "backward.0", "spread", "backward.0"]
+    assert ran == ["forward.0", "backward.0", "memory", "spread", "backward.0", "memory"]
 
 
 def test_a_benchmark_that_cannot_stop_by_itself_starts_only_where_it_fits(tmp_path: Path) -> None:
