@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.data import data_jobs
-from benchmarks.exit_codes import MISSING, STOPPED
+from benchmarks.data import NAMES, PEERS, add_data_argument, data_jobs
 from benchmarks.forward import Job, chosen, say
-from benchmarks.impls import IMPLS, Impl, results_of
+from benchmarks.impls import Impl, results_of
 from benchmarks.opened import opened, usage_of
 from benchmarks.problems import Problem, problem
 from benchmarks.provenance import Provenance, add_arguments, add_db_argument, add_shard_argument, serve_generated
@@ -30,13 +29,12 @@ from benchmarks.race import attempt
 from benchmarks.results import ACCURACY_COLUMNS, ResultsFile, Row, left_of
 from benchmarks.suites import data_grid, select
 from benchmarks.time_limit import TimeLimit
+from benchmarks.work_off import Outcome, work_off
 from flashgen.core.workload import Workload
 from flashgen.measure.data_kinds import DATA_KINDS
 from flashgen.tuning.shards import Shard
 
 SUITE = "accuracy"
-NAMES = ("flashgen", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
-PEERS = tuple(impl for impl in IMPLS if impl.name in NAMES)
 SEQLEN = 2048
 
 
@@ -67,11 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         provenance, file = opened(options, "accuracy", ACCURACY_COLUMNS)
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
-        jobs = data_jobs(select(accuracy_grid(), options.only), options.data or DATA_KINDS, shard)
-        jobs = [replace(job, suite=SUITE) for job in jobs]
-        return run(
-            jobs, impls, file, provenance, partial(measured, where=torch.device("cuda", 0)), options.limit_seconds
-        )
+        jobs = data_jobs(select(accuracy_grid(), options.only), options.data or DATA_KINDS, shard, SUITE)
+        measure = partial(measured, where=torch.device("cuda", 0))
+        return run(jobs, impls, file, provenance, measure, options.limit_seconds)
 
 
 def accuracy_grid() -> tuple[Workload, ...]:
@@ -107,20 +103,17 @@ def run(
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Measure what no implementation has a row of yet, and write the rows of a workload and its data together."""
-    limit, is_missing = TimeLimit(limit_s, clock), False
     left = left_of(jobs, lambda job: [job.subject(impl.name) for impl in impls], file.done(provenance.commit))
-    for number, job in enumerate(left):
-        if not limit.has_room():
-            say(f"stopped at the time limit, {len(left) - number} problems left: run again with --append")
-            return STOPPED
-        found = measure(job, impls)
-        pairs = list(zip(impls, found, strict=True))
-        file.write(_row(job, impl, one, provenance) for impl, one in pairs if isinstance(one, Distance))
-        say(f"{job}: " + ", ".join(f"{impl.name} {_told(one)}" for impl, one in pairs))
-        is_missing = is_missing or any(impl.name == "flashgen" and isinstance(one, str) for impl, one in pairs)
-        limit.part_ended()
-    say(f"{file.path}: {len(file.rows)} rows")
-    return MISSING if is_missing else 0
+
+    def one(job: Job) -> Outcome:
+        found = list(zip(impls, measure(job, impls), strict=True))
+        return Outcome(
+            rows=[_row(job, impl, each, provenance) for impl, each in found if isinstance(each, Distance)],
+            lines=[f"{impl.name:12} {_told(each)}" for impl, each in found],
+            reasons={impl.name: each for impl, each in found if isinstance(each, str)},
+        )
+
+    return work_off(left, one, file, TimeLimit(limit_s, clock), say)
 
 
 def _row(job: Job, impl: Impl, found: Distance, provenance: Provenance) -> Row:
@@ -129,13 +122,17 @@ def _row(job: Job, impl: Impl, found: Distance, provenance: Provenance) -> Row:
 
 
 def _told(found: Distance | str) -> str:
-    return found if isinstance(found, str) else f"{found.relative_error:.2e} (worst row {found.worst_row:.1e})"
+    return (
+        f"no row: {found}"
+        if isinstance(found, str)
+        else f"{found.relative_error:.2e} (worst row {found.worst_row:.1e})"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
-    parser.add_argument("--data", action="append", choices=list(DATA_KINDS), help="a kind of data; default: all")
+    add_data_argument(parser)
     parser.add_argument("--only", action="append", default=[], help="pattern of workload keys, e.g. '*-d128-causal'")
     parser.add_argument("--impls", default=",".join(NAMES), help="default: %(default)s")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start nothing that would end later")

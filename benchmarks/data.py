@@ -55,11 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
 
 
-def data_jobs(workloads: Sequence[Workload], kinds: Iterable[str], shard: Shard) -> list[Job]:
+def add_data_argument(parser: argparse.ArgumentParser) -> None:
+    """The option of which kinds of data."""
+    parser.add_argument("--data", action="append", choices=list(DATA_KINDS), help="a kind of data; default: all")
+
+
+def data_jobs(workloads: Sequence[Workload], kinds: Iterable[str], shard: Shard, suite: str = DATA_SUITE) -> list[Job]:
     """Every kind of data of each workload of the shard: one card measures them all, with kernels compiled once."""
     names = tuple(kinds)
     return [
-        Job(suite=DATA_SUITE, workload=workload, data=name)
+        Job(suite=suite, workload=workload, data=name)
         for workload in workloads[shard.index :: shard.count]
         for name in names
     ]
@@ -68,7 +73,7 @@ def data_jobs(workloads: Sequence[Workload], kinds: Iterable[str], shard: Shard)
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
-    parser.add_argument("--data", action="append", choices=list(DATA_KINDS), help="a kind of data; default: all")
+    add_data_argument(parser)
     add_race_arguments(parser, PEERS)
     parser.set_defaults(**PACE)
     return parser

@@ -9,18 +9,16 @@ import argparse
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 import flashgen
-from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.flex_variants import CHOICES, FLEX, with_flex
-from benchmarks.gpu_turns import has_others
 from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import Say, add_prepare_arguments, prepared
@@ -30,6 +28,7 @@ from benchmarks.race import Pace, Result, race
 from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
 from benchmarks.suites import FP16_SUITE, SUITES, select, work_of
 from benchmarks.time_limit import TimeLimit
+from benchmarks.work_off import Outcome, outcome_of, work_off
 from flashgen.core.workload import Workload
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
@@ -155,39 +154,15 @@ def run_jobs(
 
     A race is skipped as soon as one of the wanted implementations has a row of this commit: rows that are compared
     come from one race. No new race starts if the longest one so far would end after `limit_s` seconds. With `reasons`,
-    an implementation that has no time has a row as well. Where memory was not enough beside other processes of a run, a
-    race is run once more behind all others.
+    an implementation that has no time has a row as well.
     """
-    limit, missing, stopped = TimeLimit(limit_s, clock), 0, False
-    left = deque(left_of(jobs, lambda job: [job.subject(impl.name) for impl in impls], file.done(provenance.commit)))
-    number, every, again = 0, len(left), set[Job]()
-    while left:
-        if not limit.has_room():
-            say(f"stopped at the time limit, {len(left)} workloads left: run again with --append")
-            stopped = True
-            break
-        job, number = left.popleft(), number + 1
-        say(f"[{number}/{every}] {job}  ({limit.elapsed_s:.0f} s)")
-        results = racer(job, impls)
-        if has_others() and job not in again and any(map(_lacked_memory, results)):
-            say("  memory is not enough beside other processes: raced again in the end")
-            again.add(job)
-            left.append(job)
-            limit.part_ended()
-            continue
-        file.write(_row(provenance, job, each) for each in results if reasons or each.reason is None)
-        for result in results:
-            say(f"  {line_of(job.workload, result, job.suite)}")
-            for trial in result.trials:
-                say(f"    {trial}")
-            missing += result.impl.name == "flashgen" and result.reason is not None
-        limit.part_ended()
-    say(f"{file.path}: {len(file.rows)} rows")
-    return STOPPED if stopped else MISSING if missing else 0
+    left = left_of(jobs, lambda job: [job.subject(impl.name) for impl in impls], file.done(provenance.commit))
 
+    def one(job: Job) -> Outcome:
+        row_of, told = partial(_row, provenance, job), partial(line_of, job.workload, suite=job.suite)
+        return outcome_of(racer(job, impls), row_of, told, reasons=reasons)
 
-def _lacked_memory(result: Result) -> bool:
-    return (result.reason or "").startswith(torch.OutOfMemoryError.__name__)
+    return work_off(left, one, file, TimeLimit(limit_s, clock), say)
 
 
 def _row(provenance: Provenance, job: Job, result: Result) -> Row:

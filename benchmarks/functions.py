@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 import flashgen
-from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import add_race_arguments, say
 from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Case, cases
 from benchmarks.functions_impls import PEERS, impls_of, options_of
@@ -30,6 +29,7 @@ from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, attempt, race_on
 from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, Subject, left_of, subject_of
 from benchmarks.time_limit import TimeLimit
+from benchmarks.work_off import Outcome, outcome_of, work_off
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 from flashgen.measure.inputs import rotation_copies
@@ -90,22 +90,13 @@ def run(
     limit: TimeLimit,
 ) -> int:
     """Race every case of which no implementation has a row yet, and write its rows together."""
-    missing, left = False, undone(wanted, impls, file.done(provenance.commit))
-    for number, case in enumerate(left):
-        if not limit.has_room():
-            say(f"stopped at the time limit, {len(left) - number} races left: run again with --append")
-            return STOPPED
-        say(f"[{number + 1}/{len(left)}] {case.suite} {case.name}  ({limit.elapsed_s:.0f} s)")
-        results = racer(case, impls(case))
-        file.write(row_of(case, result, provenance) for result in results if result.reason is None)
-        for result in results:
-            say(f"  {line_of(case, result)}")
-            for trial in result.trials:
-                say(f"    {trial}")
-            missing = missing or (result.impl.name == "flashgen" and result.reason is not None)
-        limit.part_ended()
-    say(f"{file.path}: {len(file.rows)} rows")
-    return MISSING if missing else 0
+    left = undone(wanted, impls, file.done(provenance.commit))
+
+    def one(case: Case) -> Outcome:
+        row, told = partial(row_of, case, provenance=provenance), partial(line_of, case)
+        return outcome_of(racer(case, impls(case)), row, told)
+
+    return work_off(left, one, file, limit, say, lambda case: f"{case.suite} {case.name}")
 
 
 def racer_of(options: argparse.Namespace) -> Racer:

@@ -92,26 +92,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--without", action="append", default=[], metavar="IMPL", help="implementation whose rows are lost; repeatable"
     )
     options = parser.parse_args(arguments)
-    before = {path: _subjects(path) for path in options.into.glob("*/*.csv")}
     try:
-        written = merge(options.folders, options.into, options.without)
+        merge(options.folders, options.into, options.without, print)
     except ValueError as error:
         parser.error(str(error))
-    for path in written:
-        print(path)
-        if lost := sorted(before.get(path, set()) - _subjects(path)):
-            print(f"  {len(lost)} rows that it had are in no folder: {'; '.join(' '.join(each) for each in lost)}")
     return 0
 
 
-def _subjects(path: Path) -> set[Subject]:
-    """What the rows of a file measure; nothing of one that has none of these rows."""
-    is_table = path.name not in search_files.FILES and header_of(path)[:-1] != curves.COLUMNS
-    return {row.subject for row in read_rows(path)} if is_table else set()
-
-
-def merge(folders: Sequence[Path], into: Path, without: Sequence[str] = ()) -> list[Path]:
+def merge(
+    folders: Sequence[Path], into: Path, without: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+) -> list[Path]:
     """Write what the folders have together into `into`, in place of its files of the same names, and return the paths.
+
+    In the end, `say` is told the paths and which rows of the files before are lost.
 
     Raises:
         ValueError: a folder has nothing, files of one name differ in their columns, commits, devices or versions, a
@@ -129,8 +122,7 @@ def merge(folders: Sequence[Path], into: Path, without: Sequence[str] = ()) -> l
     drawn = {name: paths for name, paths in found.items() if header_of(paths[0])[:-1] == curves.COLUMNS}
     searched = {name: search_files.join(paths) for name, paths in found.items() if name.name in search_files.FILES}
     tables = {name: _rows(paths) for name, paths in found.items() if name not in drawn and name not in searched}
-    for name, rows in tables.items():
-        _refuse_lost(into / name, {row.impl for row in rows} | {*without})
+    lost = {name: _lost(into / name, rows, without) for name, rows in tables.items()}
     joined = {name: curves.join(paths, _place) for name, paths in drawn.items()}
     for name, rows in tables.items():
         ResultsFile(into / name, header_of(found[name][0])).write(rows)
@@ -138,6 +130,10 @@ def merge(folders: Sequence[Path], into: Path, without: Sequence[str] = ()) -> l
         curves.write(into / name, lines, header_of(found[name][0])[-1])
     for name, own in searched.items():
         search_files.write(into / name, own)
+    for name in sorted(found):
+        say(str(into / name))
+        if gone := lost.get(name):
+            say(f"  {len(gone)} rows that it had are in no folder: {'; '.join(map(' '.join, gone))}")
     return [into / name for name in sorted(found)]
 
 
@@ -175,12 +171,13 @@ def _refuse_missing(name: str, rows: Sequence[Row]) -> None:
             raise ValueError(f"{name} has every workload of the suite {suite}; no folder has {missing[0]}{more}")
 
 
-def _refuse_lost(path: Path, impls: Collection[str]) -> None:
-    """A peer that was not installed leaves no other trace."""
-    lost = sorted({row.impl for row in read_rows(path)} - {*impls}) if path.exists() else []
-    if lost:
+def _lost(path: Path, rows: Sequence[Row], without: Collection[str]) -> list[Subject]:
+    """What has a row in the file so far alone; a peer that was not installed leaves no other trace."""
+    before = read_rows(path) if path.exists() else []
+    if lost := sorted({row.impl for row in before} - {row.impl for row in rows} - {*without}):
         flags = " ".join(f"--without {impl}" for impl in lost)
         raise ValueError(f"{path.name} has rows of {', '.join(lost)}, and no folder has: {flags} loses them")
+    return sorted({row.subject for row in before} - {row.subject for row in rows})
 
 
 def _place(suite: str, workload: str) -> tuple[int, int]:

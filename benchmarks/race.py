@@ -295,3 +295,8 @@ def attempt(work: Callable[[], T | str]) -> T | str:
     except Exception as error:  # noqa: BLE001 - whatever another project raises is the reason of a missing row
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def lacked_memory(reason: str) -> bool:
+    """Whether a reason that `attempt` gave is that the GPU's memory was not enough."""
+    return reason.startswith(torch.OutOfMemoryError.__name__)

@@ -26,11 +26,11 @@ from benchmarks import curves
 from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import say
 from benchmarks.impls import cudnn_version, torch_version
+from benchmarks.opened import opened, usage_of
 from benchmarks.prepared import Say, side_by_side
 from benchmarks.provenance import ROOT, Provenance, add_arguments, add_db_argument, serve_generated
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, Row
 from benchmarks.training_tasks import BY_DEFAULT, COMPILED, MODES, TASKS, Task
-from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 
 START_SECONDS = 120
@@ -87,13 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     modes = [mode for mode, steps in zip(MODES, (options.steps, options.compiled_steps), strict=True) if steps != 0]
-    try:
-        jobs, provenance = jobs_of(options.runs, modes), Provenance.here(options.commit)
-        folder = options.results / provenance.slug
-        path = folder / "training.csv"
-        file = ResultsFile(path, TRAINING_COLUMNS, append=options.append, commit=provenance.commit)
-    except (FlashgenError, ValueError) as error:
-        parser.error(str(error))
+    with usage_of(parser):
+        jobs = jobs_of(options.runs, modes)
+        provenance, file = opened(options, "training", TRAINING_COLUMNS)
+    folder = file.path.parent
     if not file.rows:
         for name in curves.FILES.values():
             (folder / name).unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from flashgen.measure.inputs import Inputs
 
 Gradients = tuple[torch.Tensor, ...]
 
-SDPA = ("sdpa-flash", "sdpa-cudnn", EFFICIENT.name)
+SDPA = ("sdpa-flash", "sdpa-cudnn")
 NOT_TRAINING = "a forward pass is not training"
 
 BSHD = ("fa3", "fa4")
@@ -143,13 +143,13 @@ _SAME_BITS = replace(_FORWARD["flashgen"], name="flashgen-deterministic", prepar
 _TRAINING: tuple[Impl, ...] = (
     _FORWARD["flashgen"],
     _SAME_BITS,
-    *(_FORWARD[name] for name in ("sdpa-flash", "sdpa-cudnn", "flex", "fa4", "standard")),
+    *(_FORWARD[name] for name in (*SDPA, "flex", "fa4", "standard")),
 )
 
 _OWN_BACKWARD: dict[str, Callable[[Workload, Inputs], Call]] = {
     "flashgen": partial(_flashgen_backward, deterministic=False),
     "flashgen-deterministic": partial(_flashgen_backward, deterministic=True),
-    **{name: partial(_sdpa_backward, name) for name in SDPA},
+    **{name: partial(_sdpa_backward, name) for name in backward_baselines.BACKENDS},
     "fa4": _fa4_backward,
 }
 """Backward passes that are called without autograd."""
@@ -157,7 +157,8 @@ _OWN_BACKWARD: dict[str, Callable[[Workload, Inputs], Call]] = {
 
 def alone(impl: Impl) -> Impl:
     """The backward pass of an implementation."""
-    unsupported = partial(_why_not_sdpa_backward, impl.name) if impl.name in SDPA else partial(_why_not, impl)
+    is_torchs = impl.name in backward_baselines.BACKENDS
+    unsupported = partial(_why_not_sdpa_backward, impl.name) if is_torchs else partial(_why_not, impl)
     return replace(impl, unsupported=unsupported, prepare=_OWN_BACKWARD.get(impl.name) or partial(graph_kept, impl))
 
 
